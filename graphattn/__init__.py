@@ -1,0 +1,44 @@
+"""graphattn: an attention mask is a graph, and the graph is an input."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it; imported at first use, so that `import graphattn` stays light
+_WHERE = {
+    "graph": "Graph",
+    "patterns": "full causal band window prefix bipartite self_loops empty padding disjoint stack "
+    "dilated strided fixed global_tokens random_regular bigbird blocks block_causal neighborhood tree_ancestors "
+    "shared_prefix encoder_decoder expander k_hop shifted_window documents",
+    "convert": "from_mask to_mask from_additive to_additive from_edge_index to_edge_index edge_ids from_csr to_csr "
+    "from_scipy to_scipy from_networkx to_networkx from_pyg to_pyg from_predicate to_predicate from_block_mask "
+    "to_block_mask from_key_padding to_key_padding from_cu_seqlens to_cu_seqlens from_hf to_hf",
+    "scores": "Dot Additive GATv2 alibi relative",
+    "backends": "attend attend_lse weights merge explain BACKENDS",
+    "audit": "receptive_field find_leak compare assert_no_leak coverage Leak",
+    "order": "reorder",
+    "head": "Head",
+    "gpt": "GPT GPTConfig Block",
+    "nodes": "NodeClassifier",
+    "parse": "parse",
+    "draw": "draw",
+    "train": "train",
+}
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = _MODULE_OF[name]
+    except KeyError:
+        raise AttributeError(f"module 'graphattn' has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(f"graphattn.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

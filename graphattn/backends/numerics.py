@@ -1,0 +1,76 @@
+"""What several backends need and must agree on to the bit: the dropout hash, and the merge of partial results."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def _mul(x: Tensor, c: int) -> Tensor:
+    # the low 32 bits of a product are right even where the 64-bit product wraps
+    return (x * c) & _MASK
+
+
+def _rotl(x: Tensor, r: int) -> Tensor:
+    return ((x << r) | (x >> (32 - r))) & _MASK
+
+
+def hash32(seed: int | Tensor, *words: int | Tensor) -> Tensor:
+    """MurmurHash3_x86_32 of (seed's high half, *words) under seed's low half, as int64 in [0, 2**32).
+
+    Each word is taken modulo 2**32; tensors broadcast.  Austin Appleby's public-domain MurmurHash3 (2008), over
+    little-endian 32-bit words, so any implementation of it reproduces the values.
+    """
+    seed = torch.as_tensor(seed, dtype=torch.int64)
+    h = seed & _MASK
+    for word in (seed >> 32, *words):
+        k = torch.as_tensor(word, dtype=torch.int64) & _MASK
+        k = _mul(_rotl(_mul(k, 0xCC9E2D51), 15), 0x1B873593)
+        h = (_mul(_rotl(h ^ k, 13), 5) + 0xE6546B64) & _MASK
+    h = h ^ (4 * (len(words) + 1))
+    h = _mul(h ^ (h >> 16), 0x85EBCA6B)
+    h = _mul(h ^ (h >> 13), 0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def edge_hash(seed: int | Tensor, batch: Tensor, head: Tensor, target: Tensor, source: Tensor) -> Tensor:
+    """The 32-bit number that decides whether an edge is dropped; arguments broadcast, result int64 in [0, 2**32)."""
+    return hash32(seed, batch, head, target, source)
+
+
+def drop_threshold(p: float) -> int:
+    """An edge is dropped iff its hash is below this."""
+    return int(p * 2**32)
+
+
+def keep_edges(
+    seed: int | Tensor, p: float, batch: Tensor, head: Tensor, target: Tensor, source: Tensor
+) -> Tensor:
+    """Bool, True where the edge survives seeded dropout of probability p."""
+    return edge_hash(seed, batch, head, target, source) >= drop_threshold(p)
+
+
+def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over a union of disjoint edge sets from each set's `(out, lse)`; differentiable in all of them.
+
+    out = sum_p out_p exp(lse_p - lse), lse = log sum_p exp(lse_p); a target empty in every part stays exactly 0, -inf.
+    """
+    stacked = torch.stack(lses)
+    peak = stacked.detach().amax(0)
+    # a row empty everywhere: subtract 0 rather than -inf, so that nothing is NaN forward or backward
+    peak = torch.where(peak == float("-inf"), 0.0, peak)
+    share = torch.exp(stacked - peak)
+    total = share.sum(0)
+    empty = total == 0
+    lse = torch.where(empty, float("-inf"), torch.log(torch.where(empty, 1.0, total)) + peak)
+    share = share / torch.where(empty, 1.0, total)
+    wide = share.dtype
+    out = sum(o.to(wide) * w.unsqueeze(-1) for o, w in zip(outs, share, strict=True))
+    return out.to(outs[0].dtype), lse  # type: ignore[union-attr]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype arithmetic is done in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
