@@ -1,0 +1,28 @@
+"""Pictures of attention graphs: arrows, matrices, stacks of layers, heads side by side, pages and exchange formats.
+
+An arrow runs from a source to the target that reads it; a matrix has a row per target, the first on top.
+matplotlib and networkx are imported when something is drawn; pyplot never.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+from graphattn.draw.palette import save
+from graphattn.draw.picture import draw
+
+__all__ = ["draw", "save"]
+
+
+class _CallableModule(types.ModuleType):
+    """`import graphattn.draw` puts this module where `graphattn.draw` was a function: it must go on being one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return draw(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+for _name in __all__:
+    setattr(draw, _name, globals()[_name])

@@ -1,0 +1,161 @@
+"""The graph as a matrix: one row per target, the first on top; and, when it is too large, how full each tile is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from graphattn.draw import palette
+from graphattn.draw.text import columns, drawn
+from graphattn.draw.view import View
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_CELLS = 512  # targets or sources up to which every cell is drawn
+TILES = 256  # tiles along the longer axis beyond that
+MAX_NAMED = 48  # labels along an axis up to which each is written
+
+
+def cells(view: View) -> np.ma.MaskedArray:
+    """`(t, s)`: the mask as 0/1, or the value of each edge with the rest masked out."""
+    target, source = (x.numpy() for x in view.edges())
+    shape = (view.graph.t, view.graph.s)
+    edge = np.zeros(shape, dtype=bool)
+    edge[target, source] = True
+    if view.value is None:
+        return np.ma.MaskedArray(edge.astype(np.uint8), mask=np.zeros(shape, dtype=bool))
+    out = np.zeros(shape)
+    out[target, source] = view.value.numpy()
+    return np.ma.MaskedArray(out, mask=~edge)
+
+
+def tile_size(t: int, s: int, tiles: int = TILES) -> int:
+    """Side of a square tile, a power of two, so that the longer axis has at most `tiles`."""
+    size = 1
+    while max(t, s) > size * tiles:
+        size *= 2
+    return size
+
+
+def tile_density(view: View, size: int) -> np.ndarray:
+    """`(tiles of targets, tiles of sources)`: the share of cells that are edges, exactly, in O(runs).
+
+    With a value per edge: the value that one target of the tile's rows gives to the tile, on average.
+    """
+    graph = view.graph
+    rows, cols = -(-graph.t // size), -(-graph.s // size)
+    if view.value is not None:
+        total = torch.zeros(rows * cols, dtype=torch.float64)
+        target, source = view.edges()
+        total.index_add_(0, torch.div(target, size, rounding_mode="floor") * cols + source // size, view.value)
+        height = torch.full((rows,), float(size), dtype=torch.float64)
+        height[-1] = graph.t - (rows - 1) * size
+        return (total.view(rows, cols) / height[:, None]).numpy()
+    # covered cells left of column x = sum over boundaries p of sign * max(0, x - p): a start adds, a stop takes away
+    part = torch.zeros(rows * (cols + 1), dtype=torch.float64)
+    whole = torch.zeros(rows * (cols + 1), dtype=torch.float64)
+    row = torch.div(graph.run_row(), size, rounding_mode="floor") * (cols + 1)
+    for point, sign in ((graph.start, 1.0), (graph.stop, -1.0)):
+        tile = torch.div(point, size, rounding_mode="floor")
+        part.index_add_(0, row + tile, sign * ((tile + 1) * size - point).double())
+        whole.index_add_(0, row + tile, torch.full((point.numel(),), sign, dtype=torch.float64))
+    part, whole = part.view(rows, cols + 1), whole.view(rows, cols + 1)
+    covered = part + (whole.cumsum(1) - whole) * size
+    height = torch.full((rows,), float(size), dtype=torch.float64)
+    height[-1] = graph.t - (rows - 1) * size
+    width = torch.full((cols,), float(size), dtype=torch.float64)
+    width[-1] = graph.s - (cols - 1) * size
+    return (covered[:, :cols] / (height[:, None] * width)).clamp(0, 1).numpy()
+
+
+def draw_matrix(
+    ax: Axes,
+    view: View,
+    target_labels: list[str] | None,
+    source_labels: list[str] | None,
+    *,
+    vmin: float | None,
+    vmax: float | None,
+    color_bar: bool,
+    compact: bool = False,
+) -> str:
+    """Fill the axes; returns the words a reader needs beside the title (empty when every cell is shown as it is)."""
+    from matplotlib.colors import ListedColormap, Normalize
+
+    graph = view.graph
+    t, s = graph.t, graph.s
+    if t == 0 or s == 0:
+        ax.text(0.5, 0.5, f"{t} targets, {s} sources:\nno cell to draw", ha="center", va="center", transform=ax.transAxes)
+        ax.set_xticks([])
+        ax.set_yticks([])
+        _axes_names(ax, compact)
+        return ""
+    tiled = max(t, s) > MAX_CELLS
+    if tiled:
+        size = tile_size(t, s)
+        data = np.ma.MaskedArray(tile_density(view, size))
+        if view.value is None:
+            norm, cmap = Normalize(0, 1), palette.scale(np.zeros(0))[1]
+            data = np.ma.masked_equal(data, 0.0)
+            label = "share of a tile's cells that are edges"
+        else:
+            norm, cmap = palette.scale(data.compressed(), vmin, vmax)
+            label = f"{view.measure}, summed over a tile per target"
+        note = f"each cell is a tile of {size} x {size} pairs"
+        extent = (-0.5, data.shape[1] * size - 0.5, data.shape[0] * size - 0.5, -0.5)
+    else:
+        data, note, extent = cells(view), "", (-0.5, s - 0.5, t - 0.5, -0.5)
+        if view.value is None:
+            norm, cmap = Normalize(0, 1), ListedColormap([palette.NO_EDGE, palette.EDGE])
+            label = ""
+        else:
+            norm, cmap = palette.scale(data.compressed(), vmin, vmax)
+            label = view.measure
+    ax.imshow(data, cmap=cmap, norm=norm, origin="upper", interpolation="nearest", extent=extent, aspect="equal")
+    ax.set_xlim(-0.5, s - 0.5)
+    ax.set_ylim(t - 0.5, -0.5)
+    limit = 24 if compact else MAX_NAMED
+    _ticks(ax, "y", t, target_labels, limit, compact)
+    _ticks(ax, "x", s, source_labels, limit, compact)
+    if max(t, s) <= 64 and not tiled:
+        ax.set_xticks(np.arange(s + 1) - 0.5, minor=True)
+        ax.set_yticks(np.arange(t + 1) - 0.5, minor=True)
+        ax.grid(which="minor", color="#dfe3e8", linewidth=0.6)
+        ax.tick_params(which="minor", length=0)
+    for side in ax.spines.values():
+        side.set_edgecolor(palette.FAINT)
+    _axes_names(ax, compact)
+    if color_bar and label:
+        palette.color_bar(ax, norm, cmap, label)
+    return note
+
+
+def _axes_names(ax: Axes, compact: bool) -> None:
+    ax.set_xlabel("source" if compact else "source (key) that is read", fontsize=8 if compact else 10)
+    ax.set_ylabel("target" if compact else "target (query) that reads", fontsize=8 if compact else 10)
+
+
+def _ticks(ax: Axes, axis: str, n: int, labels: list[str] | None, limit: int, compact: bool) -> None:
+    size = 10.0 if n <= 16 else max(5.5, 10.5 - 0.11 * n)
+    if compact:
+        size = max(5.0, size - 2.5)
+    put = ax.set_xticks if axis == "x" else ax.set_yticks
+    if labels is not None and n <= limit:
+        text = [drawn(x) for x in labels]
+        wide = max(columns(x) for x in text) > (3 if n <= 16 else 1)
+        put(range(n), text, fontsize=size, rotation=90 if axis == "x" and wide else 0)
+    elif n <= 16 and not compact:
+        put(range(n), [str(i) for i in range(n)], fontsize=size)
+    else:
+        from matplotlib.ticker import MaxNLocator
+
+        which = ax.xaxis if axis == "x" else ax.yaxis
+        which.set_major_locator(MaxNLocator(nbins=4 if compact else 8, integer=True, min_n_ticks=1))
+        ax.tick_params(axis=axis, labelsize=7 if compact else 9)  # type: ignore[arg-type]
+        if n > 9999:
+            which.set_major_formatter(lambda x, _: f"{x:,.0f}")
+            if axis == "x":
+                ax.tick_params(axis="x", labelrotation=30)
