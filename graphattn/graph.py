@@ -214,6 +214,15 @@ class Graph:
         row, source = self.edges()
         return row * (self.s + 1) + source
 
+    def dense(self) -> Tensor:
+        """Bool mask of `shape`: the one place that builds T_q x T_kv."""
+        # +1 where a run starts, -1 where it stops: the running sum is the mask
+        step = torch.zeros(self.rows, self.s + 1, dtype=torch.int8, device=self.device)
+        base = self.run_row() * (self.s + 1)
+        step.view(-1)[base + self.start] = 1
+        step.view(-1)[base + self.stop] = -1
+        return torch.cumsum(step, 1, dtype=torch.int8)[:, : self.s].bool().view(self.shape)
+
     def is_full(self) -> bool:
         """Every target reads every source."""
         return self.cached("is_full", lambda: self.num_edges == self.rows * self.s)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..graph import Graph
+from ..scores import Position
+
 _MASK = 0xFFFFFFFF
 
 
@@ -74,3 +77,34 @@ def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype arithmetic is done in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dense_mask(graph: Graph) -> Tensor:
+    """Bool (Bg, Hg, T_q, T_kv), kept on the graph when small."""
+
+    def make() -> Tensor:
+        return graph.dense().view(*(graph.lead or (1, 1)), graph.t, graph.s)
+
+    return graph.cached("dense_mask", make) if graph.rows * graph.s <= 2**26 else make()
+
+
+def scatter_edges(graph: Graph, x: Tensor) -> Tensor:
+    """Per-edge values (nb, nh, E) to (nb or Bg, nh or Hg, T_q, T_kv), 0 where there is no edge; differentiable."""
+    bg, hg = graph.lead or (1, 1)
+    nb, nh, _ = x.shape
+    row, source = graph.edges()
+    out = x.new_zeros(nb * nh, graph.rows * graph.s).index_copy(1, row * graph.s + source, x.reshape(nb * nh, -1))
+    out = out.view(nb, nh, bg, hg, graph.t, graph.s).permute(0, 2, 1, 3, 4, 5)
+    return out.reshape(nb * bg, nh * hg, graph.t, graph.s)
+
+
+def position_bias(position: Position, t: int, s: int, dtype: torch.dtype) -> Tensor:
+    """(1, H, T_q, T_kv) bias as a function of i - j; differentiable."""
+    values = position.slopes if position.name == "alibi" else position.table
+    device = values.device
+    away = torch.arange(s, device=device) - torch.arange(t, device=device)[:, None] - position.offset
+    if position.name == "alibi":
+        return -(values.to(dtype)[:, None, None] * away.abs())[None]
+    reach = values.shape[1] // 2
+    at = away.clamp(-reach, reach) + reach
+    return values.to(dtype).index_select(1, at.reshape(-1)).view(1, values.shape[0], t, s)

@@ -1,0 +1,200 @@
+// Vectors through the compiler's vector extensions: one source, one namespace for each instruction set.
+// No standard library in here: an inline function of it compiled for AVX-512 must never be the copy the linker keeps.
+#pragma once
+#include "abi.h"
+#if defined(__AVX__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace GA_NS {
+
+#if defined(__AVX512F__)
+constexpr int VB = 64;
+constexpr int NB = 8;   // rows of a register block; x 2 vectors
+#elif defined(__AVX__)
+constexpr int VB = 32;
+constexpr int NB = 6;
+#else
+constexpr int VB = 16;
+#if defined(__aarch64__)
+constexpr int NB = 8;
+#else
+constexpr int NB = 6;
+#endif
+#endif
+
+template <class T> struct Simd;
+template <> struct Simd<float> {
+  static constexpr int W = VB / 4;
+  typedef float V __attribute__((vector_size(VB)));
+  typedef float U __attribute__((vector_size(VB), aligned(4), may_alias));
+  typedef int32_t I __attribute__((vector_size(VB)));
+  typedef float V4 __attribute__((vector_size(16)));
+  typedef float U4 __attribute__((vector_size(16), aligned(4), may_alias));
+};
+template <> struct Simd<double> {
+  static constexpr int DB = VB < 32 ? 32 : VB;  // at least four lanes: the compiler splits what the machine lacks
+  static constexpr int W = DB / 8;
+  typedef double V __attribute__((vector_size(DB)));
+  typedef double U __attribute__((vector_size(DB), aligned(8), may_alias));
+  typedef int64_t I __attribute__((vector_size(DB)));
+  typedef double V4 __attribute__((vector_size(32)));
+  typedef double U4 __attribute__((vector_size(32), aligned(8), may_alias));
+};
+typedef Simd<float>::V VF;
+typedef Simd<double>::V VD;
+#define TV typename Simd<T>::V
+
+template <class T> INLINE TV load(const T *p) { return *(const typename Simd<T>::U *)p; }
+template <class T> INLINE void store(T *p, TV x) { *(typename Simd<T>::U *)p = x; }
+template <class T> INLINE TV splat(T x) { return x - TV{}; }
+INLINE VF zerof() { return VF{}; }
+
+// n < W elements, the rest 0; memory beyond them is never touched
+INLINE VF load_n(const float *p, int n) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#elif defined(__AVX__)
+  alignas(32) static const int32_t M[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+  return (VF)_mm256_maskload_ps(p, _mm256_loadu_si256((const __m256i *)(M + 8 - n)));
+#else
+  float a[Simd<float>::W] = {};
+  for (int i = 0; i < n; i++) a[i] = p[i];
+  return load<float>(a);
+#endif
+}
+INLINE void store_n(float *p, VF x, int n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
+#elif defined(__AVX__)
+  alignas(32) static const int32_t M[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+  _mm256_maskstore_ps(p, _mm256_loadu_si256((const __m256i *)(M + 8 - n)), (__m256)x);
+#else
+  for (int i = 0; i < n; i++) p[i] = x[i];
+#endif
+}
+INLINE VD load_n(const double *p, int n) {
+#if defined(__AVX512F__)
+  return (VD)_mm512_maskz_loadu_pd((__mmask8)((1u << n) - 1), p);
+#elif defined(__AVX__)
+  alignas(32) static const int64_t M[8] = {-1, -1, -1, -1, 0, 0, 0, 0};
+  return (VD)_mm256_maskload_pd(p, _mm256_loadu_si256((const __m256i *)(M + 4 - n)));
+#else
+  double a[Simd<double>::W] = {};
+  for (int i = 0; i < n; i++) a[i] = p[i];
+  return load<double>(a);
+#endif
+}
+INLINE void store_n(double *p, VD x, int n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_pd(p, (__mmask8)((1u << n) - 1), (__m512d)x);
+#elif defined(__AVX__)
+  alignas(32) static const int64_t M[8] = {-1, -1, -1, -1, 0, 0, 0, 0};
+  _mm256_maskstore_pd(p, _mm256_loadu_si256((const __m256i *)(M + 4 - n)), (__m256d)x);
+#else
+  for (int i = 0; i < n; i++) p[i] = x[i];
+#endif
+}
+
+template <class T> INLINE TV maxv(TV a, TV b) { return a > b ? a : b; }
+
+// exp to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; 0 below the normal range; NaN stays NaN
+INLINE VF vexp(VF x) {
+  typedef Simd<float>::I I;
+  const VF magic = splat<float>(12582912.f);
+  VF y = x < -87.f ? splat<float>(-87.f) : x;
+  VF t = y * 1.44269504088896341f + magic;
+  VF n = t - magic;
+  VF r = y - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  VF p = splat<float>(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.f;
+  VF e = (VF)((I)p + ((I)t << 23));
+  return x < -87.f ? zerof() : x == x ? e : x;
+}
+INLINE VD vexp(VD x) {
+  typedef Simd<double>::I I;
+  const VD magic = splat<double>(6755399441055744.0);
+  VD y = x < -708.0 ? splat<double>(-708.0) : x;
+  VD t = y * 1.4426950408889634 + magic;
+  VD n = t - magic;
+  VD r = y - n * 6.93145751953125e-1;
+  r = r - n * 1.42860682030941723212e-6;
+  VD p = splat<double>(1.6059043836821613e-10);
+  p = p * r + 2.08767569878681e-09;
+  p = p * r + 2.505210838544172e-08;
+  p = p * r + 2.755731922398589e-07;
+  p = p * r + 2.7557319223985893e-06;
+  p = p * r + 2.48015873015873e-05;
+  p = p * r + 1.984126984126984e-04;
+  p = p * r + 1.388888888888889e-03;
+  p = p * r + 8.333333333333333e-03;
+  p = p * r + 4.1666666666666664e-02;
+  p = p * r + 1.6666666666666666e-01;
+  p = p * r + 0.5;
+  p = p * (r * r) + r + 1.0;
+  VD e = (VD)((I)p + ((I)t << 52));
+  return x < -708.0 ? VD{} : x == x ? e : x;
+}
+
+INLINE float sexp(float x) { return __builtin_expf(x); }
+INLINE double sexp(double x) { return __builtin_exp(x); }
+INLINE float slog(float x) { return __builtin_logf(x); }
+INLINE double slog(double x) { return __builtin_log(x); }
+INLINE float stanh(float x) { return __builtin_tanhf(x); }
+INLINE double stanh(double x) { return __builtin_tanh(x); }
+
+template <class T> INLINE T hsum(TV x) {
+  T s = 0;
+  for (int i = 0; i < Simd<T>::W; i++) s += x[i];
+  return s;
+}
+template <class T> INLINE T hmax(TV x) {
+  T s = x[0];
+  for (int i = 1; i < Simd<T>::W; i++) s = x[i] > s ? x[i] : s;
+  return s;
+}
+
+#if defined(__clang__)
+#define SHUF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+
+INLINE Simd<float>::V4 fold4(VF x) {
+#if defined(__AVX512F__)
+  typedef float V8 __attribute__((vector_size(32)));
+  V8 y = SHUF(x, x, 0, 1, 2, 3, 4, 5, 6, 7) + SHUF(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+  return SHUF(y, y, 0, 1, 2, 3) + SHUF(y, y, 4, 5, 6, 7);
+#elif defined(__AVX__)
+  return SHUF(x, x, 0, 1, 2, 3) + SHUF(x, x, 4, 5, 6, 7);
+#else
+  return x;
+#endif
+}
+INLINE Simd<double>::V4 fold4(VD x) {
+#if defined(__AVX512F__)
+  return SHUF(x, x, 0, 1, 2, 3) + SHUF(x, x, 4, 5, 6, 7);
+#else
+  return x;
+#endif
+}
+// four vectors to the vector of their four sums
+template <class T> INLINE typename Simd<T>::V4 sum4(TV a, TV b, TV c, TV d) {
+  typedef typename Simd<T>::V4 V4;
+  V4 x = fold4(a), y = fold4(b), z = fold4(c), w = fold4(d);
+  V4 xy = SHUF(x, y, 0, 4, 1, 5) + SHUF(x, y, 2, 6, 3, 7);
+  V4 zw = SHUF(z, w, 0, 4, 1, 5) + SHUF(z, w, 2, 6, 3, 7);
+  return SHUF(xy, zw, 0, 1, 4, 5) + SHUF(xy, zw, 2, 3, 6, 7);
+}
+
+INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
+
+}  // namespace GA_NS

@@ -1,0 +1,198 @@
+"""Sampled products: score only the edges, softmax per row, multiply the sparse weights with the values.
+
+Fast on large sparse graphs with no compiler at all; slow on small batches of many heads (one product for each).
+The gradient is written out, as products over the same edges and their transpose, since the one torch derives for
+sparse products allocates N x N.  It never touches what a target does not read, and is differentiable to any order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .numerics import keep_edges
+
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+
+
+class _Pattern(NamedTuple):
+    """The edges of one leading index as CSR, and as CSR of the transpose; `order` permutes values to the transpose."""
+
+    crow: Tensor
+    col: Tensor
+    shape: tuple[int, int]
+    t_crow: Tensor
+    t_col: Tensor
+    order: Tensor
+    back: Tensor
+
+    @property
+    def transposed(self) -> _Pattern:
+        shape = (self.shape[1], self.shape[0])
+        return _Pattern(self.t_crow, self.t_col, shape, self.crow, self.col, self.back, self.order)
+
+
+def why_not(call: Call) -> str | None:
+    """Sums of products only."""
+    if call.score.name != "dot":
+        return f"it multiplies queries and keys, and the score is {call.score.name}"
+    if call.edge_key is not None or call.edge_value is not None:
+        return "it has no vectors per edge (edge_key, edge_value)"
+    return None
+
+
+def cost(call: Call) -> float:
+    """One sparse product costs a gathered row per edge, and a fixed price for each head of each sample."""
+    width = call.q.shape[-1] + call.v.shape[-1]
+    pairs = call.batch * call.heads
+    passes = 3.0 if call.needs_grad else 1.0
+    return 60e-6 + passes * (pairs * 90e-6 + call.edge_work * (4e-9 + width * 0.2e-9))
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """`(out, lse)`, one sampled and one sparse product per batch and head index."""
+    if call.graph.num_edges == 0 or call.q.numel() == 0 or call.v.numel() == 0:
+        return call.zeros()
+    wide, (bg, hg) = call.wide, call.lead
+    q, (k, v) = call.q.to(wide), (x.to(wide) for x in call.expanded_kv())
+    outs, lses = [], []
+    for b in range(call.batch):
+        for h in range(call.heads):
+            lead = (b if bg > 1 else 0) * hg + (h if hg > 1 else 0)
+            pattern, first = _pattern(call, lead)
+            s = _Sddmm.apply(pattern, q[b, h], k[b, h]) * call.scale
+            s = _adjust(call, s, b, h, lead, slice(first, first + s.numel()))
+            p, lse = _Softmax.apply(pattern, s)
+            if call.dropout:
+                p = p * _kept(call, pattern, b, h) / (1 - call.dropout)
+            outs.append(_Spmm.apply(pattern, p, v[b, h]))
+            lses.append(lse)
+    shape = (call.batch, call.heads, call.graph.t)
+    return torch.stack(outs).view(*shape, v.shape[-1]).to(call.q.dtype), torch.stack(lses).view(shape)
+
+
+def _adjust(call: Call, s: Tensor, b: int, h: int, lead: int, edges: slice) -> Tensor:
+    if call.softcap is not None:
+        s = call.softcap * torch.tanh(s / call.softcap)
+    if call.bias is not None:
+        nb, nh, _ = call.bias.shape
+        s = s + call.bias[b if nb > 1 else 0, h if nh > 1 else 0, edges].to(s.dtype)
+    if call.position is not None:
+        target, source = call.graph.targets_sources()
+        away = source[edges] - target[edges] - call.position.offset
+        if call.position.name == "alibi":
+            s = s - call.position.slopes[h].to(s.dtype) * away.abs()
+        else:
+            table = call.position.table[h].to(s.dtype)
+            reach = table.numel() // 2
+            s = s + table.index_select(0, away.clamp(-reach, reach) + reach)
+    return s
+
+
+def _pattern(call: Call, lead: int) -> tuple[_Pattern, int]:
+    """Edges of one leading index, and the number of the first of them."""
+    graph = call.graph
+
+    def make() -> tuple[_Pattern, int]:
+        ptr = graph.edge_ptr()[lead * graph.t : (lead + 1) * graph.t + 1]
+        first, last = int(ptr[0]), int(ptr[-1])
+        row, col = (x[first:last] for x in graph.targets_sources())
+        order = torch.argsort(col, stable=True)
+        t_crow = torch.searchsorted(col[order], torch.arange(graph.s + 1, device=col.device))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device=order.device)
+        return _Pattern(ptr - first, col, (graph.t, graph.s), t_crow, row[order], order, back), first
+
+    return graph.cached(("csr", lead), make)
+
+
+def _csr(pattern: _Pattern, values: Tensor) -> Tensor:
+    return torch.sparse_csr_tensor(pattern.crow, pattern.col, values, pattern.shape, check_invariants=False)
+
+
+def _row_sum(pattern: _Pattern, x: Tensor) -> Tensor:
+    return torch.segment_reduce(x, "sum", offsets=pattern.crow, initial=0.0)
+
+
+def _to_edges(pattern: _Pattern, x: Tensor) -> Tensor:
+    return torch.repeat_interleave(x, pattern.crow.diff(), output_size=pattern.col.numel())
+
+
+class _Sddmm(torch.autograd.Function):
+    """`(E,)` products <a_row, b_col> of an edge's two ends."""
+
+    @staticmethod
+    def forward(ctx: Any, pattern: _Pattern, a: Tensor, b: Tensor) -> Tensor:
+        ctx.pattern = pattern
+        ctx.save_for_backward(a, b)
+        if pattern.col.numel() == 0:
+            return a.new_zeros(0)
+        zero = _csr(pattern, a.new_zeros(pattern.col.numel()))
+        return torch.sparse.sampled_addmm(zero, a.contiguous(), b.contiguous().mT).values()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        pattern = ctx.pattern
+        da = _Spmm.apply(pattern, g, b) if ctx.needs_input_grad[1] else None
+        db = _Spmm.apply(pattern.transposed, g.index_select(0, pattern.order), a) if ctx.needs_input_grad[2] else None
+        return None, da, db
+
+
+class _Spmm(torch.autograd.Function):
+    """Per row, the sum of its edges' values times the rows of `x` they read."""
+
+    @staticmethod
+    def forward(ctx: Any, pattern: _Pattern, values: Tensor, x: Tensor) -> Tensor:
+        ctx.pattern = pattern
+        ctx.save_for_backward(values, x)
+        if pattern.col.numel() == 0:
+            return x.new_zeros(pattern.shape[0], x.shape[1])
+        return torch.sparse.mm(_csr(pattern, values.contiguous()), x.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        values, x = ctx.saved_tensors
+        pattern = ctx.pattern
+        dvalues = _Sddmm.apply(pattern, g, x) if ctx.needs_input_grad[1] else None
+        dx = None
+        if ctx.needs_input_grad[2]:
+            dx = _Spmm.apply(pattern.transposed, values.index_select(0, pattern.order), g)
+        return None, dvalues, dx
+
+
+class _Softmax(torch.autograd.Function):
+    """Softmax of `(E,)` scores within each row, and its log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, pattern: _Pattern, s: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.pattern = pattern
+        peak = torch.segment_reduce(s, "max", offsets=pattern.crow, initial=float("-inf"))
+        peak = torch.where(torch.isinf(peak), 0.0, peak)
+        e = torch.exp(s - _to_edges(pattern, peak))
+        total = _row_sum(pattern, e)
+        empty = pattern.crow.diff() == 0
+        safe = torch.where(empty, 1.0, total)
+        p = e / _to_edges(pattern, safe)
+        lse = torch.where(empty, float("-inf"), torch.log(safe) + peak)
+        ctx.save_for_backward(p)
+        return p, lse
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor, dlse: Tensor) -> tuple[None, Tensor]:
+        (p,) = ctx.saved_tensors
+        pull = p * dp
+        return None, pull + p * _to_edges(ctx.pattern, dlse - _row_sum(ctx.pattern, pull))
+
+
+def _kept(call: Call, pattern: _Pattern, b: int, h: int) -> Tensor:
+    if call.seed is None:
+        return torch.rand(pattern.col.numel(), device=pattern.col.device) >= call.dropout
+    target = _to_edges(pattern, torch.arange(call.graph.t, device=pattern.col.device))
+    at = torch.tensor([b, h], device=pattern.col.device)
+    return keep_edges(call.seed, call.dropout, at[0], at[1], target, pattern.col)

@@ -1,0 +1,111 @@
+"""PyTorch's fused attention: fastest on causal and full graphs, and with a mask on small dense ones.
+
+It multiplies what the mask throws away, so a NaN or inf in a source spreads even where no target reads it
+(`auto` looks for that first), and it gives neither log-sum-exp nor a second derivative.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..graph import Graph
+from .call import Call
+from .numerics import dense_mask, position_bias, scatter_edges
+
+
+def why_not(call: Call) -> str | None:
+    """Plain scaled dot products with an additive mask."""
+    if call.score.name != "dot":
+        return f"it multiplies queries and keys, and the score is {call.score.name}"
+    if call.edge_key is not None or call.edge_value is not None:
+        return "it has no vectors per edge (edge_key, edge_value)"
+    if call.softcap is not None:
+        return "it has no softcap"
+    if call.want_lse:
+        return "it does not return the log-sum-exp"
+    if call.dropout and call.seed is not None:
+        return "its dropout takes no seed"
+    return None
+
+
+def memory(call: Call) -> int:
+    """Bytes of the mask or bias, 0 for causal and full graphs."""
+    graph = call.graph
+    if call.bias is None and call.position is None and (graph.is_full() or graph.is_causal()):
+        return 0
+    cells = graph.rows * graph.s
+    if call.bias is not None or call.position is not None:
+        return 16 * call.batch * call.heads * graph.t * graph.s
+    # the fused kernel turns a bool mask into numbers, once per batch and head index the mask has
+    return 5 * cells + (8 * call.batch * call.heads * graph.t * graph.s if call.dropout else 0)
+
+
+def cost(call: Call) -> float:
+    """Operations at the rate of a fused kernel; a mask halves it and computes the hidden pairs too."""
+    graph = call.graph
+    width = call.q.shape[-1] + call.v.shape[-1]
+    cells = call.batch * call.heads * graph.t * graph.s
+    passes = 3.5 if call.needs_grad else 1.0
+    if call.bias is not None or call.position is not None or call.dropout:
+        return 60e-6 + passes * cells * (2 * width / 60e9 + 4e-9)
+    if graph.is_full():
+        return 15e-6 + passes * cells * 2 * width / 190e9
+    if graph.is_causal():
+        return 15e-6 + passes * cells / 2 * 2 * width / 150e9
+    return 30e-6 + passes * cells * (2 * width / 120e9 + 0.6e-9)
+
+
+def attend(call: Call) -> tuple[Tensor, None]:
+    """`(out, None)`."""
+    graph = call.graph
+    if graph.num_edges == 0:
+        return call.zeros()[0], None
+    k, v = call.expanded_kv()
+    plain = call.bias is None and call.position is None
+    if plain and graph.is_full():
+        return F.scaled_dot_product_attention(call.q, k, v, dropout_p=call.dropout, scale=call.scale), None
+    if plain and graph.is_causal():
+        out = F.scaled_dot_product_attention(call.q, k, v, dropout_p=call.dropout, is_causal=True, scale=call.scale)
+        return out, None
+    mask, empty = _mask(graph)
+    if not plain:
+        mask = _bias(call, mask)
+    elif mask.dim() == 4 and mask.shape[1] not in (1, call.heads):
+        mask = mask.expand(-1, call.heads, -1, -1)
+    out = F.scaled_dot_product_attention(call.q, k, v, attn_mask=mask, dropout_p=call.dropout, scale=call.scale)
+    if empty is not None:
+        out = out.masked_fill(empty, 0.0)
+    return out, None
+
+
+def _mask(graph: Graph) -> tuple[Tensor, Tensor | None]:
+    """Bool mask (Bg, Hg, T_q, T_kv) in which an empty row reads source 0, and which rows those are, (Bg, Hg, T_q, 1).
+
+    What an all-False row gives differs between the kernels behind this function (zeros or NaN); a row that reads
+    something is safe in all of them, and its output is set to 0 afterwards.
+    """
+
+    def make() -> tuple[Tensor, Tensor | None]:
+        mask = dense_mask(graph)
+        empty = (graph.indptr.diff() == 0).view(*(graph.lead or (1, 1)), graph.t, 1)
+        if not bool(empty.any()):
+            return mask, None
+        mask = mask.clone()
+        mask[..., :1] |= empty
+        return mask, empty
+
+    return graph.cached("sdpa_mask", make) if graph.rows * graph.s <= 2**26 else make()
+
+
+def _bias(call: Call, mask: Tensor) -> Tensor:
+    """Additive (B, H, T_q, T_kv) mask with the biases where there is an edge, -inf elsewhere; differentiable."""
+    graph = call.graph
+    total: Tensor | float = 0.0
+    if call.bias is not None:
+        total = scatter_edges(graph, call.bias.to(call.q.dtype))
+    if call.position is not None:
+        total = total + position_bias(call.position, graph.t, graph.s, call.q.dtype)
+    assert isinstance(total, Tensor)
+    return torch.where(mask, total, float("-inf")).expand(call.batch, call.heads, graph.t, graph.s)
