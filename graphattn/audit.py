@@ -1,0 +1,469 @@
+"""What can flow where through a stack of graphs: receptive fields, label leaks with a witness, differences of masks.
+
+Layers are given first to last, and a residual connection around each is implied: a node keeps what it had.
+Heads of a layer are united, samples of a batch never mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .graph import Graph
+
+_NOTHING = -(2**62)  # the value of a source that says nothing
+# bytes of the widest table of bit sets kept at once
+_TABLE_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Hop:
+    """In `layer` (1 is the first), `target` reads `source`; `head` is the one that does, None if the layer has no heads."""
+
+    source: int
+    target: int
+    layer: int
+    head: int | None = None
+
+    def __str__(self) -> str:
+        head = "" if self.head is None else f", head {self.head}"
+        return f"{self.source} -> {self.target} in layer {self.layer}{head}"
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A shortest path along which a target reads what it must predict.
+
+    Attributes:
+        target: the node whose output leaks.  source: the input that reaches it, `source >= label` in offset order.
+        label: the source that holds what the target predicts.
+        path: hops in the order of the layers, from `source` to `target`; empty if the target is its own label.
+        batch: the sample, None if no layer has a batch axis.
+    """
+
+    target: int
+    source: int
+    label: int
+    path: tuple[Hop, ...]
+    batch: int | None = None
+
+    @property
+    def layer(self) -> int:
+        """The layer, from 1, in which the label arrives at the target; 0 if it was there from the start."""
+        return self.path[-1].layer if self.path else 0
+
+    def __str__(self) -> str:
+        way = ", ".join(map(str, self.path)) or f"{self.source} is {self.target} from the start"
+        what = "its own label" if self.source == self.label else f"source {self.source}, beyond its label {self.label}"
+        sample = "" if self.batch is None else f"sample {self.batch}: "
+        return f"{sample}{way}: target {self.target} reads {what}"
+
+
+# ---------------------------------------------------------------------- layers as arrays
+
+
+class _Layer:
+    """One layer of one sample: runs of all heads, and what range queries over them need."""
+
+    def __init__(self, graph: Graph, batch: int) -> None:
+        b, h = graph.lead or (1, 1)
+        low = (batch if b > 1 else 0) * h * graph.t
+        indptr = graph.indptr[low : low + h * graph.t + 1].cpu().numpy()
+        a, z = indptr[0], indptr[-1]
+        self.t, self.heads = graph.t, h if graph.lead and h > 1 else 0
+        self.indptr = indptr - a
+        self.start, self.stop = graph.start[a:z].cpu().numpy(), graph.stop[a:z].cpu().numpy()
+        # a run of 2**k..2**(k+1) - 1 sources is the union of two stretches of 2**k
+        self.level = np.frexp((self.stop - self.start).astype(np.float64))[1].astype(np.int64) - 1
+        self.levels = int(self.level.max()) + 1 if a < z else 0
+        self.first = self.level * graph.s + self.start
+        self.last = self.level * graph.s + self.stop - (np.int64(1) << self.level)
+        self.filled = np.flatnonzero(np.diff(self.indptr))
+        self._slots: list[tuple[np.ndarray, np.ndarray]] | None = None
+
+    def best(self, value: np.ndarray) -> np.ndarray:
+        """`(T,)` the largest value among the sources each target reads, _NOTHING for an empty target."""
+        out = np.full(self.indptr.size - 1, _NOTHING, dtype=np.int64)
+        if self.filled.size:
+            table = _table(value, self.levels, np.maximum)
+            reach = table[self.first]
+            if self.levels > 1:
+                np.maximum(reach, table[self.last], out=reach)
+            out[self.filled] = np.maximum.reduceat(reach, self.indptr[self.filled])
+        return out.reshape(self.heads, self.t).max(0) if self.heads else out
+
+    def reads(self, target: np.ndarray, source: np.ndarray) -> np.ndarray:
+        """Whether each target reads the source beside it, in any head."""
+        out = np.zeros(target.size, dtype=bool)
+        if not self.start.size:
+            return out
+        width = int(self.stop.max()) + 1
+        width = max(width, int(source.max()) + 2 if source.size else 0)
+        line = np.repeat(np.arange(self.indptr.size - 1), np.diff(self.indptr)) * width
+        first, last = line + self.start, line + self.stop
+        for h in range(max(self.heads, 1)):
+            key = (target + h * self.t) * width + source
+            run = np.searchsorted(first, key, side="right") - 1
+            out |= (run >= 0) & (key < last[np.maximum(run, 0)])
+        return out
+
+    def sources(self, target: int) -> Iterator[tuple[int | None, np.ndarray]]:
+        """Per head, the sources that one target reads."""
+        for h in range(max(self.heads, 1)):
+            a, z = self.indptr[h * self.t + target], self.indptr[h * self.t + target + 1]
+            parts = [np.arange(i, j) for i, j in zip(self.start[a:z], self.stop[a:z], strict=True)]
+            yield (h if self.heads else None), np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def unite(self, state: np.ndarray) -> np.ndarray:
+        """`(T, W)`: the union of the bit sets `state (T, W)` of the sources each target reads."""
+        if self._slots is None:
+            self._slots = self._make_slots()
+        order, slots = self._slots  # type: ignore[misc]
+        out = np.zeros((self.indptr.size - 1, state.shape[1]), dtype=state.dtype)
+        if slots:
+            table = _table(state, self.levels, np.bitwise_or)
+            n = slots[0][0].size
+            acc, buffer = np.zeros((n, state.shape[1]), state.dtype), np.empty((n, state.shape[1]), state.dtype)
+            for first, last in slots:
+                k = first.size
+                np.take(table, first, axis=0, out=buffer[:k], mode="clip")
+                acc[:k] |= buffer[:k]
+                if self.levels > 1:
+                    np.take(table, last, axis=0, out=buffer[:k], mode="clip")
+                    acc[:k] |= buffer[:k]
+            out[order] = acc
+        if self.heads:
+            return np.bitwise_or.reduce(out.reshape(self.heads, self.t, -1), axis=0)
+        return out
+
+    def _make_slots(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+        """Rows with most runs first, so that the k-th runs of all rows that have one are a block: no ragged loop."""
+        count = np.diff(self.indptr)
+        order = self.filled[np.argsort(-count[self.filled], kind="stable")]
+        most, begin = count[order], self.indptr[order]
+        slots = []
+        n = order.size
+        for k in range(int(most[0]) if n else 0):
+            n = int(np.searchsorted(-most[:n], -k))
+            at = begin[:n] + k
+            slots.append((self.first[at], self.last[at]))
+        return order, slots
+
+
+def _table(value: np.ndarray, levels: int, op: np.ufunc) -> np.ndarray:
+    """Row `k * T + j` is `op` over `value[j : j + 2**k]`."""
+    if levels <= 1:
+        return value
+    t = value.shape[0]
+    table = np.empty((levels, *value.shape), value.dtype)
+    table[0] = value
+    for k in range(1, levels):
+        half = 1 << (k - 1)
+        table[k] = table[k - 1]
+        op(table[k - 1, : t - half], table[k - 1, half:], out=table[k, : t - half])
+    return table.reshape(levels * t, *value.shape[1:])
+
+
+def _check(graphs: Graph | Iterable[Graph]) -> tuple[list[Graph], int, int]:
+    """Layers, number of nodes, number of samples (0: no layer has a batch axis)."""
+    layers = [graphs] if isinstance(graphs, Graph) else list(graphs)
+    if not layers:
+        raise ValueError("a stack needs at least one graph")
+    for k, g in enumerate(layers, 1):
+        if not isinstance(g, Graph):
+            raise TypeError(f"layer {k} must be a Graph, got {type(g).__name__}")
+        if g.t != g.s or g.t != layers[0].t:
+            raise ValueError(f"layer {k} is {g!r}, layer 1 {layers[0]!r}: a stack needs square graphs of one size")
+    sizes = {g.lead[0] for g in layers if g.lead} - {1}
+    if len(sizes) > 1:
+        raise ValueError(f"layers have batch axes of {sorted(sizes)} samples")
+    return layers, layers[0].t, sizes.pop() if sizes else 0
+
+
+def _prepare(layers: Sequence[Graph], batch: int) -> list[_Layer]:
+    made = {id(g): _Layer(g, batch) for g in {id(g): g for g in layers}.values()}
+    return [made[id(g)] for g in layers]
+
+
+# ---------------------------------------------------------------------- receptive field
+
+
+def receptive_field(graphs: Graph | Sequence[Graph], target: int, batch: int | None = None) -> Tensor:
+    """The sources whose input can influence `target` through the stack, itself included: rising int64.
+
+    Args:
+        graphs: layers first to last, or one graph.
+        target: node, 0 <= target < T.
+        batch: the sample, needed when a layer has a batch axis longer than 1.
+    """
+    layers, t, samples = _check(graphs)
+    if not 0 <= target < t:
+        raise ValueError(f"target {target} is out of range for {t} nodes")
+    if samples and batch is None:
+        raise ValueError(f"the layers differ between {samples} samples: say batch=")
+    if batch is not None and not 0 <= batch < max(samples, 1):
+        raise ValueError(f"batch {batch} is out of range for {max(samples, 1)} samples")
+    seen = np.zeros(t, dtype=bool)
+    seen[target] = True
+    for layer in reversed(_prepare(layers, batch or 0)):
+        rows = np.flatnonzero(np.tile(seen, max(layer.heads, 1)))
+        count = np.diff(layer.indptr)[rows]
+        run = np.repeat(layer.indptr[rows] - (np.cumsum(count) - count), count) + np.arange(count.sum())
+        change = np.bincount(layer.start[run], minlength=t + 1) - np.bincount(layer.stop[run], minlength=t + 1)
+        seen |= np.cumsum(change)[:t] > 0
+    return torch.from_numpy(np.flatnonzero(seen))
+
+
+# ---------------------------------------------------------------------- leaks
+
+
+def find_leak(
+    graphs: Graph | Sequence[Graph],
+    offset: int = 1,
+    labels: Tensor | Sequence[int] | None = None,
+    hidden: Tensor | Sequence[bool] | None = None,
+    targets: Tensor | Sequence[int] | Sequence[bool] | None = None,
+) -> Leak | None:
+    """Does any target read what it must predict, through any number of layers?  None, or a shortest witness.
+
+    Exact for the graphs: a path exists iff the label's input can influence the target's output through attention and
+    the implied residual connections.
+
+    - `offset`: target i predicts source i + offset, and reading anything at or beyond it leaks (next token: 1).
+    - `labels (T,)`: instead, the one source that holds each target's label, -1 for none: permuted orders (XLNet),
+      packed documents, node labels given as inputs (a node is its own label; `hidden` masks those to predict).
+    - `hidden (T,)`: sources whose input is masked out, which say nothing but still pass on what they read.  Masked
+      tokens (BERT): `labels=range(T), hidden=masked, targets=masked`.
+    - `targets`: those with a loss, a bool `(T,)` or indices; all of them if not given.
+
+    Args:
+        graphs: layers first to last, or one graph; square, of one size.  Heads are united, samples kept apart.
+            labels, hidden and bool targets may be `(B, T)`.
+
+    Returns:
+        None, or the `Leak` with the fewest hops (of those: the first sample, then the first target).
+    """
+    layers, t, samples = _check(graphs)
+    label = _per_sample(labels, t, "labels", False)
+    masked = _per_sample(hidden, t, "hidden", True)
+    loss = _targets(targets, t)
+    for name, x in (("labels", label), ("hidden", masked), ("targets", loss)):
+        if x is not None and x.shape[0] > 1:
+            if samples and samples != x.shape[0]:
+                raise ValueError(f"{name} has {x.shape[0]} samples, the layers have {samples}")
+            samples = x.shape[0]
+    if label is not None and label.size and (label.min() < -1 or label.max() >= t):
+        raise ValueError(f"labels span {label.min()}..{label.max()}, but there are {t} sources: each needs -1 <= label < {t}")
+    found: Leak | None = None
+    shared: list[_Layer] | None = None
+    for b in range(max(samples, 1)):
+        if shared is None or any(g.lead and g.lead[0] > 1 for g in layers):
+            shared = _prepare(layers, b)
+        own = _of(loss, b)
+        rows = np.arange(t) if own is None else np.flatnonzero(own)
+        mask = _of(masked, b)
+        value = np.arange(t)
+        if mask is not None:
+            value[mask] = _NOTHING
+        most = None if found is None else len(found.path) - 1
+        if label is None:
+            hit = _offset_leak(shared, value, rows, offset, most)
+        else:
+            hit = _label_leak(shared, value, rows, _of(label, b), most)
+        if hit is not None:
+            source, target, goal, path = hit
+            found = Leak(target, source, goal, path, b if samples else None)
+            if not path:
+                break
+    return found
+
+
+def _per_sample(x: object, t: int, name: str, is_bool: bool) -> np.ndarray | None:
+    if x is None:
+        return None
+    out = x.cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+    if out.shape[-1:] != (t,) or out.ndim > 2:
+        raise ValueError(f"{name} must be ({t},), one per node, or (B, {t}), got shape {out.shape}")
+    if out.size and (out.dtype != bool if is_bool else out.dtype.kind not in "iu"):
+        raise TypeError(f"{name} must be {'bool' if is_bool else 'integers'}, got {out.dtype}")
+    return np.atleast_2d(out).astype(bool if is_bool else np.int64)
+
+
+def _targets(targets: object, t: int) -> np.ndarray | None:
+    if targets is None:
+        return None
+    out = targets.cpu().numpy() if isinstance(targets, Tensor) else np.asarray(targets)
+    if out.dtype == bool:
+        return _per_sample(out, t, "targets", True)
+    if out.ndim != 1 or (out.size and out.dtype.kind not in "iu"):
+        raise TypeError(f"targets must be bool ({t},) or a list of indices, got {out.dtype} of shape {out.shape}")
+    out = out.astype(np.int64)
+    if out.size and (out.min() < 0 or out.max() >= t):
+        raise ValueError(f"targets span {out.min()}..{out.max()}, but there are {t} nodes")
+    mask = np.zeros((1, t), dtype=bool)
+    mask[0, out] = True
+    return mask
+
+
+def _of(x: np.ndarray | None, b: int) -> np.ndarray | None:
+    return None if x is None else x[b if x.shape[0] > 1 else 0]
+
+
+_Hit = tuple[int, int, int, tuple[Hop, ...]]
+
+
+def _offset_leak(layers: list[_Layer], value: np.ndarray, rows: np.ndarray, offset: int, most: int | None) -> _Hit | None:
+    """One number per node is exact: the largest source reached decides `source >= target + offset`."""
+    goal = rows + offset
+    reach = value
+    for layer in layers:
+        reach = np.maximum(reach, layer.best(reach))
+    if not (reach[rows] >= goal).any():
+        return None
+    before = [value] * (len(layers) + 1)  # after each layer, the largest source reached in at most h hops
+    h = 0
+    while not (before[-1][rows] >= goal).any():
+        h += 1
+        if most is not None and h > most:
+            return None
+        now = [value]
+        for k, layer in enumerate(layers):
+            now.append(np.maximum(now[-1], layer.best(before[k])))
+        before = now
+    target = int(rows[before[-1][rows] >= goal][0])
+    own, beyond = value == target + offset, value >= target + offset
+    path = _path(layers, own, target, h)
+    return _hit(path if path is not None else _path(layers, beyond, target, h), target, target + offset)
+
+
+def _label_leak(layers: list[_Layer], value: np.ndarray, rows: np.ndarray, label: np.ndarray, most: int | None) -> _Hit | None:
+    rows = rows[label[rows] >= 0]
+    rows = rows[value[label[rows]] >= 0]
+    goal = label[rows]
+    most = len(layers) if most is None else most
+
+    def hit(target: int, h: int) -> _Hit:
+        source = np.zeros(value.size, dtype=bool)
+        source[label[target]] = True
+        return _hit(_path(layers, source, target, h), target, int(label[target]))
+
+    if most >= 0 and (rows == goal).any():
+        return hit(int(rows[rows == goal][0]), 0)
+    direct = np.zeros(rows.size, dtype=bool)
+    for layer in {id(x): x for x in layers}.values():
+        direct |= layer.reads(rows, goal)
+    if direct.any():
+        return hit(int(rows[direct][0]), 1) if most >= 1 else None
+    if most < 2:
+        return None
+    for order in (np.arange(value.size), _chain(label)):
+        # a necessary condition that is cheap: the label lies within the extremes, in some order, of what is reached
+        if order is not None and rows.size:
+            say = np.where(value >= 0, order, _NOTHING)
+            high, low = say, np.where(value >= 0, -order, _NOTHING)
+            for layer in layers:
+                high, low = np.maximum(high, layer.best(high)), np.maximum(low, layer.best(low))
+            keep = (order[goal] <= high[rows]) & (-order[goal] <= low[rows])
+            rows, goal = rows[keep], goal[keep]
+    leaks = np.zeros(rows.size, dtype=bool)
+    for some, state in _blocks(layers, goal, value.size):
+        for layer in _effective(layers, state):
+            state |= layer.unite(state)
+        leaks[some.rows] = some.holds(state, rows)
+    rows, goal = rows[leaks], goal[leaks]
+    if not rows.size:
+        return None
+    for h in range(2, most + 1):
+        found = value.size
+        for some, state in _blocks(layers, goal, value.size):
+            before = [state] * (len(layers) + 1)
+            for _ in range(h):
+                now = [state]
+                for k, layer in enumerate(layers):
+                    now.append(now[-1] | layer.unite(before[k]))
+                before = now
+            there = some.holds(before[-1], rows)
+            if there.any():
+                found = min(found, int(rows[some.rows][there][0]))
+        if found < value.size:
+            return hit(found, h)
+    return None
+
+
+def _chain(label: np.ndarray) -> np.ndarray | None:
+    """Steps along i -> label[i] -> ... to its end, negated: a label then comes after its target.  None for a cycle."""
+    n = label.size
+    nxt = np.append(np.where(label < 0, n, label), n)
+    steps = (nxt != np.arange(n + 1)).astype(np.int64)
+    steps[n] = 0
+    for _ in range(max(n, 1).bit_length() + 1):
+        steps = steps + steps[nxt]
+        nxt = nxt[nxt]
+    return -steps[:n] if (nxt == n).all() else None
+
+
+@dataclass
+class _Some:
+    """A block of labels: bit k of a set is source `columns[k]`; `rows` are the pairs whose label is among them."""
+
+    columns: np.ndarray
+    rows: np.ndarray
+    bit: np.ndarray
+
+    def holds(self, state: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        word, shift = self.bit // 64, (self.bit % 64).astype(np.uint64)
+        return (state[rows[self.rows], word] >> shift & np.uint64(1)).astype(bool)
+
+
+def _blocks(layers: list[_Layer], goal: np.ndarray, n: int) -> Iterator[tuple[_Some, np.ndarray]]:
+    columns, at = np.unique(goal, return_inverse=True)
+    levels = max((x.levels for x in layers), default=1)
+    words = int(np.clip(_TABLE_BYTES // (8 * max(n * max(levels, 1), 1)), 1, 32))
+    for low in range(0, columns.size, words * 64):
+        mine = columns[low : low + words * 64]
+        rows = np.flatnonzero((at >= low) & (at < low + mine.size))
+        state = np.zeros((n, -(-mine.size // 64)), dtype=np.uint64)
+        k = np.arange(mine.size)
+        state[mine, k // 64] = np.uint64(1) << (k % 64).astype(np.uint64)
+        yield _Some(mine, rows, at[rows] - low), state
+
+
+def _effective(layers: list[_Layer], state: np.ndarray) -> Iterator[_Layer]:
+    """The layers in turn, without those that changed nothing when last applied and would change nothing again."""
+    idle: set[int] = set()
+    for layer in layers:
+        if id(layer) in idle:
+            continue
+        old = state.copy()
+        yield layer
+        idle = {*idle, id(layer)} if np.array_equal(old, state) else set()
+
+
+def _path(layers: list[_Layer], source: np.ndarray, target: int, h: int) -> tuple[int, tuple[Hop, ...]] | None:
+    """A path of h hops from any of `source (T,)` bool to target, as early as can be; None if the shortest is longer."""
+    far = -_NOTHING
+    steps = [np.where(source, 0, far)]
+    for layer in layers:
+        steps.append(np.minimum(steps[-1], 1 - layer.best(-steps[-1])))
+    if steps[-1][target] != h:
+        return None
+    path: list[Hop] = []
+    node, k = target, len(layers)
+    while h:
+        k = next(m for m in range(k + 1) if steps[m][node] == h)
+        for head, read in layers[k - 1].sources(node):
+            read = read[steps[k - 1][read] == h - 1]
+            if read.size:
+                path.append(Hop(int(read[0]), node, k, head))
+                break
+        node, k, h = path[-1].source, k - 1, h - 1
+    return node, tuple(reversed(path))
+
+
+def _hit(found: tuple[int, tuple[Hop, ...]] | None, target: int, goal: int) -> _Hit:
+    assert found is not None
+    return found[0], target, goal, found[1]
