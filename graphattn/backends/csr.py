@@ -16,8 +16,8 @@ from torch import Tensor
 from .call import Call
 from .numerics import keep_edges
 
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+
+_WARNED = False
 
 
 class _Pattern(NamedTuple):
@@ -112,6 +112,12 @@ def _pattern(call: Call, lead: int) -> tuple[_Pattern, int]:
 
 
 def _csr(pattern: _Pattern, values: Tensor) -> Tensor:
+    global _WARNED
+    if not _WARNED:  # torch says once per process that the format is in beta, which is nobody's mistake
+        _WARNED = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _csr(pattern, values)
     return torch.sparse_csr_tensor(pattern.crow, pattern.col, values, pattern.shape, check_invariants=False)
 
 
