@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .graph import Graph, _starts
+from .graph import LIMIT, Graph, _starts
 
 
 def _size(n: int, name: str, least: int = 0) -> int:
@@ -238,3 +238,355 @@ def _common_lead(graphs: Sequence[Graph], what: str) -> tuple[int, ...]:
             raise ValueError(f"{what}: leading axes {sorted(set(leads))} do not broadcast")
         out.append(sizes.pop() if sizes else 1)
     return tuple(out)
+
+
+# ---------------------------------------------------------------------- sparse attention
+
+
+def dilated(t: int, size: int, dilation: int) -> Graph:
+    """i - j in {0, d, 2d, ..., (size - 1) d}: causal, `size` keys counting oneself, d = `dilation` apart.
+
+    WaveNet's and LongNet's spacing; `g | g.T` is Longformer's symmetric dilated window.  `dilation=1` is `window`.
+    """
+    t, size, d = _size(t, "t"), _size(size, "size", 1), _size(dilation, "dilation", 1)
+    if d == 1:
+        return window(t, size)
+    count = (torch.div(torch.arange(t), d, rounding_mode="floor") + 1).clamp_(max=size)
+    row, k = _ragged(count, f"dilated({t}, {size}, {d})")
+    source = row - (count[row] - 1 - k) * d
+    return Graph._new(_starts(count), source, source + 1, (t, t))
+
+
+def strided(t: int, stride: int) -> Graph:
+    """j <= i and (i - j < stride or (i - j) % stride == 0): Sparse Transformer, strided (Child et al. 2019).
+
+    Both heads of the paper united; each alone is `window(t, stride)` and `dilated(t, t, stride)`.
+    """
+    return window(t, _size(stride, "stride", 1)) | dilated(t, max(t, 1), stride)
+
+
+def fixed(t: int, stride: int, c: int = 1) -> Graph:
+    """j <= i and (j // stride == i // stride or j % stride >= stride - c): Sparse Transformer, fixed (Child et al. 2019).
+
+    The last `c` positions of each block summarise it for all later ones.
+    """
+    t, stride, c = _size(t, "t"), _size(stride, "stride", 1), _size(c, "c")
+    if c > stride:
+        raise ValueError(f"c must be at most the stride {stride}, got {c}")
+    own = torch.arange(t)
+    block = torch.div(own, stride, rounding_mode="floor")
+    local = _one_run(block * stride, own + 1, (t, t))
+    if c == 0:
+        return local
+    row, k = _ragged(block, f"fixed({t}, {stride}, {c})")
+    stop = (k + 1) * stride
+    return local | Graph._from_pieces(row, stop - c, stop, (t, t))
+
+
+def global_tokens(t: int, tokens: Tensor | Sequence[int]) -> Graph:
+    """i in tokens or j in tokens: they read all and all read them (Longformer's [CLS], BigBird's global, ETC)."""
+    t = _size(t, "t")
+    at = torch.unique(_lengths(tokens, "tokens"))
+    if at.numel() and int(at[-1]) >= t:
+        raise ValueError(f"token {int(at[-1])} is out of range for {t} nodes")
+    # sources: the same few runs for every row; targets: whole rows
+    fresh = torch.ones_like(at, dtype=torch.bool)
+    fresh[1:] = at.diff() > 1
+    start = at[fresh]
+    stop = torch.cat([at[:-1][fresh[1:]], at[-1:]]) + 1
+    n = start.numel()
+    read = Graph._new(torch.arange(t + 1) * n, start.repeat(t), stop.repeat(t), (t, t))
+    whole = torch.zeros(t, dtype=torch.int64)
+    whole[at] = t
+    return read | _one_run(torch.zeros_like(whole), whole, (t, t))
+
+
+def random_regular(t: int, degree: int, seed: int) -> Graph:
+    """Each target reads `degree` distinct others, uniformly at random: BigBird's random part (Zaheer et al. 2020).
+
+    The same (t, degree, seed) gives the same graph in every process.
+    """
+    t, degree = _size(t, "t"), _size(degree, "degree")
+    if degree and degree > t - 1:
+        raise ValueError(f"each of {t} targets has {max(t - 1, 0)} others to read, got degree {degree}")
+    if t * degree > LIMIT:
+        raise ValueError(f"random_regular({t}, {degree}) would have {t * degree:,} edges, over the limit of {LIMIT:,}")
+    few = min(degree, t - 1 - degree)
+    generator = torch.Generator().manual_seed(seed)
+    pick = torch.randint(0, max(t - 1, 1), (t, max(few, 0)), generator=generator).sort(1).values
+    while few > 0:
+        again = (pick.diff(dim=1) == 0).any(1).nonzero().squeeze(1)  # whole rows anew: conditioning keeps it uniform
+        if not again.numel():
+            break
+        if few * few > t:  # a row without repeats is rare: take the first of a shuffle
+            keys = torch.rand(again.numel(), t - 1, generator=generator) if again.numel() * t <= LIMIT else None
+            if keys is not None:
+                pick[again] = keys.argsort(1)[:, :few].sort(1).values
+                continue
+            for r in again.tolist():
+                pick[r] = torch.randperm(t - 1, generator=generator)[:few].sort().values
+            continue
+        pick[again] = torch.randint(0, t - 1, (again.numel(), few), generator=generator).sort(1).values
+    own = torch.arange(t)[:, None]
+    keys = (own * (t + 1) + pick + (pick >= own)).reshape(-1)  # numbers 0..t-2 skip oneself
+    chosen = Graph.from_keys(keys, (t, t), owned=True)
+    return chosen if few == degree else ~chosen - self_loops(t)
+
+
+def expander(t: int, degree: int, seed: int) -> Graph:
+    """i and j are neighbours on one of `degree / 2` random Hamiltonian cycles: symmetric, connected, small diameter.
+
+    A union of random cycles is almost surely a near-Ramanujan expander (Friedman 2003), so a stack of O(log t) layers
+    covers everything with O(t) edges: Exphormer (Shirzad et al. 2023).  Where cycles share an edge the degree is less.
+    """
+    t, degree = _size(t, "t"), _size(degree, "degree")
+    if degree % 2:
+        raise ValueError(f"degree must be even, two per cycle, got {degree}")
+    generator = torch.Generator().manual_seed(seed)
+    keys = [torch.zeros(0, dtype=torch.int64)]
+    for _ in range(degree // 2):
+        cycle = torch.randperm(t, generator=generator)
+        after = cycle.roll(-1)
+        keys += [cycle * (t + 1) + after, after * (t + 1) + cycle]
+    return Graph.from_keys(torch.cat(keys), (t, t), owned=True) - self_loops(t)
+
+
+def bigbird(t: int, block: int, *, window: int = 3, global_blocks: int = 2, random_blocks: int = 3, seed: int = 0) -> Graph:
+    """blocks(band | global | random): BigBird in its block form (Zaheer et al. 2020, ITC).
+
+    Args:
+        block: tokens per block; the last may be shorter.
+        window: blocks in the symmetric window, odd.  global_blocks: the first so many.
+        random_blocks: blocks each block reads at random besides; as many as there are if the sequence is short.
+    """
+    t, block = _size(t, "t"), _size(block, "block", 1)
+    if window < 1 or window % 2 == 0:
+        raise ValueError(f"window must be an odd number of blocks, got {window}")
+    n = -(-t // block)
+    near = band(n, window // 2, window // 2) | global_tokens(n, range(min(global_blocks, n)))
+    return blocks(near | random_regular(n, min(random_blocks, max(n - 1, 0)), seed), _block_sizes(t, block))
+
+
+# ---------------------------------------------------------------------- blocks
+
+
+def blocks(graph: Graph, sizes: int | Tensor | Sequence[int], source_sizes: Tensor | Sequence[int] | None = None) -> Graph:
+    """block(j) -> block(i) is an edge of `graph`: every node becomes a block of tokens (block-sparse attention).
+
+    Args:
+        graph: a graph over blocks.
+        sizes: tokens of each target block, or one number for all.
+        source_sizes: tokens of each source block, if they differ.
+    """
+    if isinstance(sizes, int):
+        sizes = [_size(sizes, "sizes")] * graph.t
+        source_sizes = [sizes[0]] * graph.s if source_sizes is None and graph.t else source_sizes
+    rows = _lengths(sizes, "sizes").to(graph.device)
+    cols = rows if source_sizes is None else _lengths(source_sizes, "source_sizes").to(graph.device)
+    for what, n, have in (("target", rows.numel(), graph.t), ("source", cols.numel(), graph.s)):
+        if n != have:
+            raise ValueError(f"{n} sizes given for the {have} {what} blocks of {graph!r}")
+    at = _starts(cols)
+    lead = graph.lead[0] * graph.lead[1] if graph.lead else 1
+    coarse = Graph._from_pieces(
+        graph.run_row(), at[graph.start], at[graph.stop], (*graph.lead, graph.t, int(at[-1]))
+    )
+    row = torch.arange(lead * graph.t, device=graph.device).repeat_interleave(rows.repeat(lead))
+    runs = int((coarse.indptr.diff() * rows.repeat(lead)).sum())
+    if runs > LIMIT:
+        raise ValueError(f"blocks of {graph!r} would have {runs:,} runs, over the limit of {LIMIT:,}")
+    return coarse._gather_rows(row, (*graph.lead, int(rows.sum()), int(at[-1])))
+
+
+def block_causal(sizes: Tensor | Sequence[int]) -> Graph:
+    """block(j) <= block(i): causal between blocks, full inside (frames of a video, block diffusion, VAR's scales)."""
+    n = _lengths(sizes, "sizes")
+    return blocks(causal(n.numel()), n)
+
+
+def _block_sizes(t: int, block: int) -> Tensor:
+    n = torch.full((-(-t // block),), block)
+    if t % block:
+        n[-1] = t % block
+    return n
+
+
+# ---------------------------------------------------------------------- grids
+
+
+def neighborhood(shape: int | Sequence[int], radius: int | Sequence[int], causal: bool = False) -> Graph:
+    """|i_d - j_d| <= radius_d on every axis d of a grid flattened in raster order: images, video.
+
+    Neighbourhood attention (Hassani et al. 2023) without its shift at the border: corners have fewer neighbours.
+    `causal=True` also asks j <= i in raster order (the local form of Image Transformer, Parmar et al. 2018);
+    it is `neighborhood(...) & causal(t)`.
+
+    Args:
+        shape: `(height, width)`, `(frames, height, width)`, ... or a length.
+        radius: one for all axes or one each.
+    """
+    sides, reach = _grid(shape, radius, "radius")
+    place = _places(sides)
+    low = [(p - r).clamp_(min=0) for p, r in zip(place, reach, strict=True)]
+    high = [(p + r + 1).clamp_(max=n) for p, r, n in zip(place, reach, sides, strict=True)]
+    out = _boxes(sides, low, high)
+    return out & _causal(out.t) if causal else out
+
+
+def shifted_window(shape: int | Sequence[int], size: int | Sequence[int], shift: int | Sequence[int] = 0) -> Graph:
+    """(i_d + shift_d) // size_d == (j_d + shift_d) // size_d on every axis d of a grid: Swin Transformer (Liu et al. 2021).
+
+    Swin alternates shift 0 and size // 2; its cyclic shift with the wrapped parts masked is these smaller border
+    windows.
+    """
+    sides, width = _grid(shape, size, "size")
+    _, move = _grid(shape, shift, "shift")
+    if min(width, default=1) < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    low, high = [], []
+    for p, w, m, n in zip(_places(sides), width, move, sides, strict=True):
+        begin = torch.div(p + m, w, rounding_mode="floor") * w - m
+        low.append(begin.clamp(min=0))
+        high.append((begin + w).clamp(max=n))
+    return _boxes(sides, low, high)
+
+
+_causal = causal
+
+
+def _grid(shape: int | Sequence[int], value: int | Sequence[int], name: str) -> tuple[list[int], list[int]]:
+    sides = [_size(n, "shape") for n in ([shape] if isinstance(shape, int) else shape)]
+    if not sides:
+        raise ValueError("shape needs at least one axis")
+    values = [value] * len(sides) if isinstance(value, int) else list(value)
+    if len(values) != len(sides):
+        raise ValueError(f"{name} has {len(values)} entries for a grid of {len(sides)} axes")
+    return sides, [_size(v, name) for v in values]
+
+
+def _places(sides: Sequence[int]) -> list[Tensor]:
+    """Coordinates of every node in raster order."""
+    return [x.reshape(-1) for x in torch.meshgrid(*(torch.arange(n) for n in sides), indexing="ij")]
+
+
+def _boxes(sides: Sequence[int], low: list[Tensor], high: list[Tensor]) -> Graph:
+    """Target i reads the box low_d[i] <= j_d < high_d[i]: one run per line of the last axis."""
+    t = low[0].numel()
+    row, base = torch.arange(t), torch.zeros(t, dtype=torch.int64)
+    for d, n in enumerate(sides[:-1]):
+        count = (high[d] - low[d])[row]
+        owner, k = _ragged(count, f"a grid of {'x'.join(map(str, sides))}")
+        row = row[owner]
+        base = (base[owner] + low[d][row] + k) * sides[d + 1]
+    return Graph._from_pieces(row, base + low[-1][row], base + high[-1][row], (t, t))
+
+
+# ---------------------------------------------------------------------- trees, streams, given graphs
+
+
+def tree_ancestors(parent: Tensor | Sequence[int]) -> Graph:
+    """j == i or j is an ancestor of i: tree attention of speculative decoding (SpecInfer, Medusa), trees of thought.
+
+    Args:
+        parent: `(t,)` integers, the parent of each node, -1 for a root.
+
+    Raises:
+        ValueError: a parent out of range, or a cycle.
+    """
+    up = torch.as_tensor(parent)
+    if up.dim() != 1 or (up.numel() and (up.dtype.is_floating_point or up.dtype == torch.bool)):
+        raise ValueError(f"parent must be integers along one axis, got {up.dtype} of shape {tuple(up.shape)}")
+    up = up.to(torch.int64)
+    t = up.numel()
+    if t and (int(up.min()) < -1 or int(up.max()) >= t):
+        raise ValueError(f"parents span {int(up.min())}..{int(up.max())}, but there are {t} nodes: each needs -1 <= parent < {t}")
+    # depth by levels; a node's runs are its parent's and itself
+    depth = torch.full((t,), -1)
+    level, at = (up < 0).nonzero().squeeze(1), 0
+    order = torch.argsort(up, stable=True)
+    children = torch.searchsorted(up[order], torch.arange(t + 1))
+    begin = torch.zeros(t, dtype=torch.int64)  # where a node's runs lie in what was made so far
+    length = torch.zeros(t, dtype=torch.int64)
+    starts, stops, made = torch.zeros(max(2 * t, 16), dtype=torch.int64), torch.zeros(max(2 * t, 16), dtype=torch.int64), 0
+    while level.numel():
+        depth[level] = at
+        above = up[level].clamp(min=0)
+        count = torch.where(up[level] >= 0, length[above], 0)
+        total = int(count.sum()) + level.numel()
+        if made + total > LIMIT:
+            raise ValueError(f"a tree of {t} nodes would have more than {LIMIT:,} runs: deep and scattered")
+        while made + total > starts.numel():
+            starts, stops = torch.cat([starts, torch.zeros_like(starts)]), torch.cat([stops, torch.zeros_like(stops)])
+        # canonical per level: the new node joins a run it touches, which keeps a chain at one run per node
+        owner = torch.cat([torch.arange(level.numel()).repeat_interleave(count), torch.arange(level.numel())])
+        pick = (begin[above] - (torch.cumsum(count, 0) - count)).repeat_interleave(count) + torch.arange(total - level.numel())
+        piece = Graph._from_pieces(
+            owner, torch.cat([starts[pick], level]), torch.cat([stops[pick], level + 1]), (level.numel(), t)
+        )
+        n = piece.num_runs
+        starts[made : made + n], stops[made : made + n] = piece.start, piece.stop
+        begin[level], length[level] = piece.indptr[:-1] + made, piece.indptr.diff()
+        made += n
+        width = children[level + 1] - children[level]
+        offset = (children[level] - (torch.cumsum(width, 0) - width)).repeat_interleave(width)
+        level, at = order[offset + torch.arange(offset.numel())], at + 1
+    if t and int(depth.min()) < 0:
+        raise ValueError(f"node {int((depth < 0).nonzero()[0])} is on or below a cycle: parents must lead to a root, -1")
+    indptr = _starts(length)
+    pick = (begin - indptr[:-1]).repeat_interleave(length) + torch.arange(int(indptr[-1]))
+    return Graph._new(indptr, starts[pick], stops[pick], (t, t))
+
+
+def shared_prefix(prefix: int, lengths: Tensor | Sequence[int]) -> Graph:
+    """j <= i, and j in the prefix or in i's own continuation: one prompt, several answers in one pass.
+
+    The nodes are `prefix` tokens, then each continuation in turn (Hydragen, Juravsky et al. 2024; grouped rollouts).
+    """
+    n = _size(prefix, "prefix")
+    inner = _lengths(lengths)
+    t = n + int(inner.sum())
+    groups = torch.cat([torch.tensor([n]), inner])
+    head = torch.full((t,), n)
+    return _causal(t) & (documents(groups) | _one_run(torch.zeros_like(head), head, (t, t)))
+
+
+def encoder_decoder(encoder: int | Graph, decoder: int | Graph, cross: Graph | None = None) -> Graph:
+    """[[encoder, 0], [cross, decoder]]: both streams of an encoder-decoder as one graph (Vaswani et al. 2017, T5).
+
+    Nodes 0..s-1 are the encoder's, the rest the decoder's.  A number means the usual: a full encoder, a causal decoder;
+    `cross` is full unless given, `(decoder targets <- encoder sources)`.
+    """
+    enc = full(encoder) if isinstance(encoder, int) else encoder
+    dec = _causal(decoder) if isinstance(decoder, int) else decoder
+    between = full(dec.t, enc.t) if cross is None else cross
+    if enc.t != enc.s or dec.t != dec.s or (between.t, between.s) != (dec.t, enc.t):
+        raise ValueError(
+            f"encoder {enc!r} and decoder {dec!r} must be square, and cross {between!r} be ({dec.t} <- {enc.t})"
+        )
+    return disjoint([enc, dec]) | disjoint([empty(enc.t, 0), between, empty(0, dec.t)])
+
+
+def k_hop(graph: Graph, k: int) -> Graph:
+    """The shortest path j -> i has 1 to k edges: k rounds of message passing in one (MixHop, NAGphormer).
+
+    A node reads itself only where `graph` says so.
+
+    Raises:
+        ValueError: k below 0, a rectangle, or more than 2**27 runs on the way.
+    """
+    k = _size(k, "k")
+    if graph.t != graph.s:
+        raise ValueError(f"k_hop needs as many targets as sources, got {graph!r}")
+    own = self_loops(graph.t).to(graph.device)
+    if k == 0:
+        return graph - graph
+    return (((graph | own) ** k) - own) | graph
+
+
+def _ragged(count: Tensor, what: str) -> tuple[Tensor, Tensor]:
+    """`(owner, k)`: k = 0 .. count[owner] - 1 for each owner in turn."""
+    total = int(count.sum())
+    if total > LIMIT:
+        raise ValueError(f"{what} would have {total:,} runs ({total * 16 / 2**30:.0f} GiB), over the limit of {LIMIT:,}")
+    owner = torch.arange(count.numel()).repeat_interleave(count)
+    return owner, torch.arange(total) - (torch.cumsum(count, 0) - count)[owner]
