@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -34,7 +36,7 @@ class Graph:
     `| & - ^ ~ @ ** .T`.
     """
 
-    __slots__ = ("indptr", "start", "stop", "lead", "t", "s", "_cache")
+    __slots__ = ("indptr", "start", "stop", "lead", "t", "s", "handle", "kind", "_cache", "__weakref__")
 
     indptr: Tensor
     start: Tensor
@@ -42,6 +44,8 @@ class Graph:
     lead: tuple[int, ...]
     t: int
     s: int
+    handle: Tensor  # 0-d int64, names this object to operators that take tensors alone; see `by_handle`
+    kind: str  # "causal" once known, so that a compiler can read it without computing
     _cache: dict[Hashable, Any]
 
     def __init__(self) -> None:
@@ -63,7 +67,11 @@ class Graph:
         put(graph, "lead", tuple(shape[:-2]))
         put(graph, "t", shape[-2])
         put(graph, "s", shape[-1])
+        put(graph, "kind", "")
         put(graph, "_cache", {})
+        number = next(_NUMBERS)
+        put(graph, "handle", torch.tensor(number))
+        _LIVING[number] = graph
         return graph
 
     @classmethod
@@ -232,6 +240,12 @@ class Graph:
         return self.cached("is_causal", self._is_causal)
 
     def _is_causal(self) -> bool:
+        causal = self._reads_up_to_itself()
+        if causal:
+            object.__setattr__(self, "kind", "causal")
+        return causal
+
+    def _reads_up_to_itself(self) -> bool:
         if self.s == 0 or self.num_runs != self.rows or bool((self.start != 0).any()):
             return False
         reach = torch.arange(1, self.t + 1, device=self.device).clamp_(max=self.s)
@@ -553,6 +567,15 @@ class Graph:
             if k:
                 base = base @ base
         return out
+
+
+_NUMBERS = itertools.count()
+_LIVING: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
+
+
+def by_handle(handle: Tensor) -> Graph:
+    """The living graph that a `graph.handle` names."""
+    return _LIVING[int(handle)]
 
 
 # ---------------------------------------------------------------------- helpers of the constructors

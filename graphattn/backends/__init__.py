@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Graph
+from . import compiled
 from .call import Call, make_call
 from .numerics import merge_parts
 
@@ -95,6 +96,11 @@ def attend(
             q, k, v, graph, scale=scale, score=score, bias=bias, edge_key=edge_key, edge_value=edge_value,
             softcap=softcap, dropout=dropout, seed=seed, backend=backend,
         )[0]  # fmt: skip
+    if torch.compiler.is_compiling():
+        return compiled.attend(
+            q, k, v, graph, False, backend, scale=scale, score=score, bias=bias, edge_key=edge_key,  # type: ignore[arg-type]
+            edge_value=edge_value, softcap=softcap, dropout=dropout, seed=seed,
+        )[0]  # fmt: skip
     call = make_call(
         q, k, v, graph, scale=scale, score=score, bias=bias, edge_key=edge_key, edge_value=edge_value,  # type: ignore[arg-type]
         softcap=softcap, dropout=dropout, seed=seed,
@@ -111,6 +117,8 @@ def attend_lse(
     """
     if graph.__class__ is not Graph and isinstance(graph, Sequence):
         return _attend_parts(q, k, v, graph, backend=backend, **options)
+    if torch.compiler.is_compiling():
+        return compiled.attend(q, k, v, graph, True, backend, **options)  # type: ignore[arg-type]
     out, lse = _run(make_call(q, k, v, graph, want_lse=True, **options), backend)  # type: ignore[arg-type]
     assert lse is not None
     return _shaped(out, q), lse.reshape(q.shape[:-1])
@@ -299,6 +307,16 @@ def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
             able = ", ".join(name for _, name in _ranked(call))
             raise ValueError(f"backend {backend!r} can't do this call: {reason}. These can: {able}, reference")
     return module.attend(call)
+
+
+def _eager(
+    q: Tensor, k: Tensor, v: Tensor, graph: Graph, backend: str, want_lse: bool, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    out, lse = _run(make_call(q, k, v, graph, want_lse=want_lse, **options), backend)
+    return _shaped(out, q), None if lse is None or not want_lse else lse.reshape(q.shape[:-1])
+
+
+compiled._eager = _eager
 
 
 def _shaped(out: Tensor, q: Tensor) -> Tensor:
