@@ -10,10 +10,26 @@ import sys
 import types
 from typing import Any
 
+from graphattn.draw.formats import export, networkx_of, to_dot, to_graphml, to_svg
+from graphattn.draw.grid import draw_attention, draw_grid
+from graphattn.draw.page import to_html
 from graphattn.draw.palette import save
 from graphattn.draw.picture import draw
+from graphattn.draw.stack import draw_stack
 
-__all__ = ["draw", "save"]
+__all__ = [
+    "draw",
+    "draw_attention",
+    "draw_grid",
+    "draw_stack",
+    "export",
+    "networkx_of",
+    "save",
+    "to_dot",
+    "to_graphml",
+    "to_html",
+    "to_svg",
+]
 
 
 class _CallableModule(types.ModuleType):

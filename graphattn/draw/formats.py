@@ -1,12 +1,16 @@
-"""The graph for other programs: networkx, GraphML and DOT, with labels and weights, safe for any label."""
+"""The graph for other programs: networkx, GraphML, DOT, SVG, with labels and weights, safe for any label."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graphattn.draw.text import labels_of
+from graphattn.draw import palette
+from graphattn.draw.page import to_html
+from graphattn.draw.picture import draw
+from graphattn.draw.text import labels_of, visible
 from graphattn.draw.view import edge_values, view_of
 from graphattn.graph import Graph
 
@@ -57,3 +61,117 @@ def networkx_of(
             data.update({f"weight_h{h}": x for h, x in enumerate(per_head[e])})
         out.add_edge(j if square else ("source", j), i if square else ("target", i), **data)
     return out
+
+
+def to_graphml(
+    graph: Graph,
+    weights: Any = None,
+    labels: Sequence[object] | None = None,
+    source_labels: Sequence[object] | None = None,
+) -> str:
+    """GraphML, as `networkx.parse_graphml` and Gephi read it; what `networkx_of` says about nodes and attributes.
+
+    Characters that XML cannot hold are replaced by their pictures (NUL by "␀"); every other label is kept as it is.
+    Nodes of a rectangle are named "source 0" and "target 0".
+    """
+    import networkx as nx
+
+    out = _named(networkx_of(graph, weights, labels, source_labels))
+    for _, data in out.nodes(data=True):
+        if "label" in data:
+            data["label"] = "".join(c if _in_xml(c) else visible(c) for c in data["label"])
+    return "\n".join(nx.generate_graphml(out)) + "\n"
+
+
+def _in_xml(c: str) -> bool:
+    n = ord(c)
+    return c in "\t\n" or 0x20 <= n <= 0xD7FF or 0xE000 <= n <= 0xFFFD or n >= 0x10000
+
+
+def _named(graph: Any) -> Any:
+    import networkx as nx
+
+    return nx.relabel_nodes(graph, {v: f"{v[0]} {v[1]}" for v in graph if isinstance(v, tuple)})
+
+
+def to_dot(
+    graph: Graph,
+    weights: Any = None,
+    labels: Sequence[object] | None = None,
+    source_labels: Sequence[object] | None = None,
+) -> str:
+    """Graphviz DOT: `dot -Tsvg`, `neato`.  Pen width follows the weight, which is the attribute `attention`."""
+    out = networkx_of(graph, weights, labels, source_labels)
+    top = max((abs(d["weight"]) for *_, d in out.edges(data=True) if "weight" in d), default=0.0) or 1.0
+    lines = ["digraph attention {", "  rankdir=LR;", "  node [shape=circle, fontname=Helvetica];"]
+    rank: dict[str, list[str]] = {}
+    for v, data in out.nodes(data=True):
+        name = _dot_name(v)
+        lines.append(f"  {name} [label={_dot_string(data.get('label', v if isinstance(v, int) else v[1]))}];")
+        if isinstance(v, tuple):
+            rank.setdefault(v[0], []).append(name)
+    lines += [f"  {{ rank=same; {' '.join(names)} }}" for names in rank.values()]
+    for u, v, data in out.edges(data=True):
+        style = ""
+        if "weight" in data:
+            w = data["weight"]
+            style = f' [attention="{w:.6g}", penwidth={0.4 + 3 * abs(w) / top:.2f}]'
+        lines.append(f"  {_dot_name(u)} -> {_dot_name(v)}{style};")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _dot_name(node: Any) -> str:
+    return f"n{node}" if isinstance(node, int) else f"{node[0]}{node[1]}"
+
+
+def _dot_string(label: object) -> str:
+    text = visible(label).replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
+
+
+def to_svg(picture: Any) -> str:
+    """The SVG text of an Axes or a Figure: letters as outlines, so that no font is needed; the same bytes every time."""
+    import matplotlib as mpl
+
+    out = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "graphattn", "svg.fonttype": "path", "text.usetex": False}):
+        palette.figure_of(picture).savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def export(
+    path: str | Path,
+    graph: Graph,
+    weights: Any = None,
+    *,
+    labels: Sequence[object] | None = None,
+    source_labels: Sequence[object] | None = None,
+    layout: Any = "auto",
+    title: str | None = None,
+    **options: Any,
+) -> Path:
+    """Write one graph in the format that `path` ends in; returns the path.
+
+    .png .svg .pdf: `draw` with `layout` and `options`, then `save`;   .html: the interactive page;
+    .graphml, .dot or .gv: for other programs.
+
+    Raises:
+        ValueError: another ending, an option the format has no use for, or what the writer raises.
+    """
+    path = Path(path)
+    kind = path.suffix.lower()
+    if kind in (".png", ".svg", ".pdf"):
+        ax = draw(graph, weights, layout, labels=labels, source_labels=source_labels, title=title, **options)
+        return palette.save(ax, path)
+    if options:
+        raise ValueError(f"{kind} files have no {', '.join(options)}")
+    if kind == ".html":
+        text = to_html(graph, weights, labels, source_labels, title=title)
+    elif kind == ".graphml":
+        text = to_graphml(graph, weights, labels, source_labels)
+    elif kind in (".dot", ".gv"):
+        text = to_dot(graph, weights, labels, source_labels)
+    else:
+        raise ValueError(f"cannot write {path.name!r}: the ending is none of .png .svg .pdf .html .graphml .dot .gv")
+    path.write_text(text, encoding="utf-8", newline="\n")
+    return path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,27 +27,38 @@ def column(n: int, x: float, height: float) -> dict[int, Point]:
 
 
 def given(positions: Any, n: int, what: str) -> dict[int, Point]:
-    """Positions from a mapping node -> (x, y) or an `(n, 2)` array.
+    """Positions from a mapping node -> (x, y) or an `(n, 2)` array, moved and scaled into [-1, 1].
 
     Raises:
         ValueError: a node without a finite position.
     """
+    return _fit(_array(positions, n, what))
+
+
+def given_pair(source: Any, s: int, target: Any, t: int) -> tuple[dict[int, Point], dict[int, Point]]:
+    """Positions of sources and targets in one frame."""
+    both = _fit(np.concatenate([_array(source, s, "source"), _array(target, t, "target")]))
+    return {j: both[j] for j in range(s)}, {i: both[s + i] for i in range(t)}
+
+
+def _array(positions: Any, n: int, what: str) -> np.ndarray:
     if isinstance(positions, Mapping):
         missing = [i for i in range(n) if i not in positions]
         if missing:
             raise ValueError(f"layout gives no position for {what} {missing[0]}; it needs {n}, one per {what}")
         positions = [positions[i] for i in range(n)]
-    at = np.asarray(positions, dtype=float).reshape(-1, 2) if n == 0 else np.asarray(positions, dtype=float)
+    at = np.asarray(positions, dtype=float)
+    at = at.reshape(0, 2) if n == 0 and at.size == 0 else at
     if at.shape != (n, 2):
         raise ValueError(f"layout has shape {at.shape}: it needs ({n}, 2), an x and a y per {what}")
     if not np.isfinite(at).all():
         raise ValueError(f"layout of {what} {int((~np.isfinite(at)).any(1).argmax())} is not finite")
-    low, high = (at.min(0), at.max(0)) if n else (np.zeros(2), np.ones(2))
-    span = float((high - low).max()) or 1.0
-    at = (at - (low + high) / 2) * (2 / span)
+    return at
+
+
+def _fit(at: np.ndarray) -> dict[int, Point]:
+    if not len(at):
+        return {}
+    low, high = at.min(0), at.max(0)
+    at = (at - (low + high) / 2) * (2 / (float((high - low).max()) or 1.0))
     return {i: (float(x), float(y)) for i, (x, y) in enumerate(at)}
-
-
-def from_networkx(layout: Callable[..., Any], graph: Any, n: int) -> dict[int, Point]:
-    """A networkx layout such as `networkx.spring_layout`, called on the graph."""
-    return given(layout(graph), n, "node")

@@ -77,8 +77,7 @@ def draw_matrix(
     target_labels: list[str] | None,
     source_labels: list[str] | None,
     *,
-    vmin: float | None,
-    vmax: float | None,
+    scale: palette.Scale,
     color_bar: bool,
     compact: bool = False,
 ) -> str:
@@ -102,7 +101,7 @@ def draw_matrix(
             data = np.ma.masked_equal(data, 0.0)
             label = "share of a tile's cells that are edges"
         else:
-            norm, cmap = palette.scale(data.compressed(), vmin, vmax)
+            norm, cmap = scale(data.compressed())
             label = f"{view.measure}, summed over a tile per target"
         note = f"each cell is a tile of {size} x {size} pairs"
         extent = (-0.5, data.shape[1] * size - 0.5, data.shape[0] * size - 0.5, -0.5)
@@ -112,7 +111,7 @@ def draw_matrix(
             norm, cmap = Normalize(0, 1), ListedColormap([palette.NO_EDGE, palette.EDGE])
             label = ""
         else:
-            norm, cmap = palette.scale(data.compressed(), vmin, vmax)
+            norm, cmap = scale(data.compressed())
             label = view.measure
     ax.imshow(data, cmap=cmap, norm=norm, origin="upper", interpolation="nearest", extent=extent, aspect="equal")
     ax.set_xlim(-0.5, s - 0.5)
@@ -120,7 +119,7 @@ def draw_matrix(
     limit = 24 if compact else MAX_NAMED
     _ticks(ax, "y", t, target_labels, limit, compact)
     _ticks(ax, "x", s, source_labels, limit, compact)
-    if max(t, s) <= 64 and not tiled:
+    if max(t, s) <= (16 if compact else 64) and not tiled:
         ax.set_xticks(np.arange(s + 1) - 0.5, minor=True)
         ax.set_yticks(np.arange(t + 1) - 0.5, minor=True)
         ax.grid(which="minor", color="#dfe3e8", linewidth=0.6)
@@ -140,22 +139,25 @@ def _axes_names(ax: Axes, compact: bool) -> None:
 
 def _ticks(ax: Axes, axis: str, n: int, labels: list[str] | None, limit: int, compact: bool) -> None:
     size = 10.0 if n <= 16 else max(5.5, 10.5 - 0.11 * n)
-    if compact:
-        size = max(5.0, size - 2.5)
-    put = ax.set_xticks if axis == "x" else ax.set_yticks
+    size = max(5.0, size - 2.5) if compact else size
     if labels is not None and n <= limit:
-        text = [drawn(x) for x in labels]
-        wide = max(columns(x) for x in text) > (3 if n <= 16 else 1)
-        put(range(n), text, fontsize=size, rotation=90 if axis == "x" and wide else 0)
+        name_ticks(ax, axis, labels, size)
     elif n <= 16 and not compact:
-        put(range(n), [str(i) for i in range(n)], fontsize=size)
+        name_ticks(ax, axis, [str(i) for i in range(n)], size)
     else:
-        from matplotlib.ticker import MaxNLocator
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
 
         which = ax.xaxis if axis == "x" else ax.yaxis
         which.set_major_locator(MaxNLocator(nbins=4 if compact else 8, integer=True, min_n_ticks=1))
-        ax.tick_params(axis=axis, labelsize=7 if compact else 9)  # type: ignore[arg-type]
-        if n > 9999:
-            which.set_major_formatter(lambda x, _: f"{x:,.0f}")
-            if axis == "x":
-                ax.tick_params(axis="x", labelrotation=30)
+        which.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        turn = {"labelrotation": 30} if axis == "x" and n > 9999 else {}
+        ax.tick_params(axis=axis, labelsize=7 if compact else 9, **turn)  # type: ignore[arg-type]
+
+
+def name_ticks(ax: Axes, axis: str, labels: list[str], size: float) -> None:
+    """A tick per node with its label, on its side if it is wider than its place."""
+    text = [drawn(x) for x in labels]
+    n = len(text)
+    wide = max((columns(x) for x in text), default=1) > (3 if n <= 16 else 2)
+    put = ax.set_xticks if axis == "x" else ax.set_yticks
+    put(range(n), text, fontsize=size, rotation=90 if axis == "x" and wide else 0)

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap, Normalize
     from matplotlib.figure import Figure
+
+    Scale = Callable[[np.ndarray], tuple[Normalize, Colormap]]
 
 INK = "#222222"
 FAINT = "#c9cdd2"
 PAPER = "#ffffff"
 SOURCE = "#0072b2"  # blue
 TARGET = "#d55e00"  # vermilion
+TARGET_FILL = "#fbdfc9"
 NODE = "#eef3f8"
 NO_EDGE = "#ffffff"
 EDGE = "#3b6ea5"
@@ -28,7 +33,7 @@ def new_figure(width: float = 6.4, height: float = 6.0) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=100, layout="compressed")
     FigureCanvasAgg(figure)
     return figure
 
@@ -38,8 +43,12 @@ def new_axes(width: float = 6.4, height: float = 6.0) -> Axes:
 
 
 def scale(value: np.ndarray, vmin: float | None = None, vmax: float | None = None) -> tuple[Normalize, Colormap]:
-    """Light to dark blue from 0; with negative values purple to orange around 0."""
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
+    """Light to dark blue from 0; with negative values purple to orange around 0.
+
+    When most values are below a twentieth of the largest, the colour follows the square root, as the bar's label says:
+    the first row of a causal graph always has a weight of 1, beside which long rows would all look like 0.
+    """
+    from matplotlib.colors import LinearSegmentedColormap, Normalize, PowerNorm
 
     low = float(value.min()) if value.size else 0.0
     high = float(value.max()) if value.size else 1.0
@@ -55,14 +64,20 @@ def scale(value: np.ndarray, vmin: float | None = None, vmax: float | None = Non
     stops = ["#d9e6f2", "#9dc3e0", "#4f94c8", "#1f64a8", "#08306b"]
     cmap = LinearSegmentedColormap.from_list("graphattn", stops)
     cmap.set_bad(NO_EDGE)
+    if vmin == 0 and value.size and float(np.median(value)) < 0.05 * vmax:
+        return PowerNorm(0.5, vmin, vmax), cmap
     return Normalize(vmin, vmax), cmap
+
+
+def bar_label(norm: Normalize, label: str) -> str:
+    return f"{label} (colour by square root)" if getattr(norm, "gamma", 1.0) != 1.0 else label
 
 
 def color_bar(ax: Axes, norm: Normalize, cmap: Colormap, label: str) -> None:
     from matplotlib.cm import ScalarMappable
 
     bar = ax.figure.colorbar(ScalarMappable(norm, cmap), ax=ax, shrink=0.75, fraction=0.06, pad=0.02)
-    bar.set_label(label, fontsize=9)
+    bar.set_label(bar_label(norm, label), fontsize=9)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_edgecolor(FAINT)  # type: ignore[operator]
 

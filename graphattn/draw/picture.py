@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from graphattn.draw import arrows, layouts, matrix, palette
-from graphattn.draw.text import columns, drawn, labels_of
+from graphattn.draw.text import drawn, labels_of
 from graphattn.draw.view import View, view_of
 from graphattn.graph import Graph
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Layout = str | Mapping[int, Any] | Sequence[Any] | np.ndarray | torch.Tensor | Callable[..., Any]
+
 LAYOUTS = ("auto", "matrix", "circle", "line", "columns")
 MAX_FORCE_NODES = 300  # Kamada-Kawai takes 9 s at 256 nodes and grows faster than their square
-
-_READS = "arrow: source → target that reads it"
+ARROW = "arrow: source → target that reads it"
 
 
 def draw(
     graph: Graph,
     weights: Any = None,
-    layout: str | Mapping[int, Any] | Sequence[Any] | Callable[..., Any] = "auto",
+    layout: Layout = "auto",
     ax: Axes | None = None,
     *,
     labels: Sequence[object] | None = None,
@@ -34,7 +37,7 @@ def draw(
     head: int | None = None,
     title: str | None = None,
     highlight: int | None = None,
-    max_edges: int | None = None,
+    max_edges: int = arrows.MAX_ARROWS,
     vmin: float | None = None,
     vmax: float | None = None,
     measure: str = "attention weight",
@@ -45,82 +48,95 @@ def draw(
     Args:
         graph: `(T_q, T_kv)`, or with leading axes `(B, H)`.
         weights: None, or one finite number per edge in edge order (`ga.weights` returns them): `(E,)`, `(H, E)` or
-            `(B, H, E)`; width and colour of an arrow, colour of a cell.
+            `(B, H, E)`; an axis the graph owns is inside E.  Width and colour of an arrow, colour of a cell.
         layout: "matrix" (row 0 on top), "circle", "line" (arcs: reading the past above, the future below), "columns"
-            (sources left, targets right: for rectangles), a mapping node -> (x, y) or an `(n, 2)` array, or a networkx
-            layout such as `networkx.spring_layout`.  For a rectangle, given positions are a pair (targets, sources).
-            "auto": arrows while they are readable, else the matrix.
-        ax: where to draw; a new figure outside pyplot without it (`ax.figure`; `save(ax, path)` writes it).
-        labels, source_labels: one per target and per source, any objects; a square graph needs one sequence only.
-        batch, head: which index of the leading axes; without it the mean over the axis, and the picture says so.
+            (sources left, targets right: for rectangles), positions as a mapping node -> (x, y) or an `(n, 2)` array,
+            or a networkx layout such as `networkx.spring_layout`.  For a rectangle, positions are a pair (of targets,
+            of sources).  "auto": arrows up to 16 nodes and 90 edges, else the matrix.
+        ax: where to draw.  Without it a new figure outside pyplot: `save(ax, path)` writes it, `ax.figure` is it.
+        labels, source_labels: one per target and one per source, any objects; one sequence serves a square graph.
+        batch, head: which index of the leading axes.  Without it the mean over the axis, and the picture says so.
+        title: text above; the graph's repr without it.
         highlight: a target whose edges stand out.
-        max_edges: the most arrows drawn (default 600).  Beyond it the heaviest are kept, without weights an even
-            sample, and the picture says so.
+        max_edges: the most arrows drawn.  Of more, the heaviest are kept, without weights an even sample, and the
+            picture says so.
         vmin, vmax, measure, color_bar: the colour scale, what the numbers are, and whether to show it.
+
     Returns:
-        The Axes.  A matrix beyond 512 nodes is drawn as the density of tiles, computed from runs.
+        The Axes.  A matrix beyond 512 nodes shows how full tiles are, computed from runs in O(runs).
+
     Raises:
-        ValueError: sizes that do not fit; more than 200 nodes as arrows (300 for a networkx layout).
+        ValueError: sizes that do not fit; numbers that are not finite; more than 200 nodes as arrows (300 for a
+            networkx layout), which names the size and the way out.
     """
+    view = view_of(graph, weights, batch, head, measure)
+    names = labels_of(view.graph, labels, source_labels)
+    return draw_view(
+        view, layout, ax, *names, title=title, highlight=highlight, max_edges=max_edges, color_bar=color_bar,
+        scale=partial(palette.scale, vmin=vmin, vmax=vmax),
+    )  # fmt: skip
+
+
+def draw_view(
+    view: View,
+    layout: Layout,
+    ax: Axes | None,
+    target_labels: list[str] | None,
+    source_labels: list[str] | None,
+    *,
+    title: str | None = None,
+    highlight: int | None = None,
+    max_edges: int = arrows.MAX_ARROWS,
+    scale: palette.Scale = palette.scale,
+    color_bar: bool = True,
+    compact: bool = False,
+) -> Axes:
+    """`draw` of what is already one graph; `compact` for a small panel."""
     import matplotlib as mpl
 
-    view = view_of(graph, weights, batch, head, measure)
-    target_labels, source_labels_ = labels_of(view.graph, labels, source_labels)
-    kind = _choose(view, layout)
+    graph = view.graph
+    kind = _choose(graph, layout)
+    if highlight is not None and not 0 <= highlight < graph.t:
+        raise ValueError(f"highlight {highlight} is out of range: {graph!r} has {graph.t} targets")
     with mpl.rc_context({"text.usetex": False}):
-        if ax is None:
-            ax = palette.new_axes(*_size(kind, view, target_labels))
         if kind == "matrix":
+            ax = palette.new_axes(*_matrix_size(graph)) if ax is None else ax
             note = matrix.draw_matrix(
-                ax, view, target_labels, source_labels_, vmin=vmin, vmax=vmax, color_bar=color_bar
+                ax, view, target_labels, source_labels, scale=scale, color_bar=color_bar, compact=compact
             )
             if highlight is not None:
-                _frame_row(ax, view.graph, _node(highlight, view.graph.t, "highlight"))
+                _frame_row(ax, graph, highlight)
         else:
-            note = _draw_arrows(
-                ax, view, kind, layout, target_labels, source_labels_, highlight, max_edges, vmin, vmax, color_bar
-            )
-        _title(ax, view, title, note)
+            scene = _scene(view, kind, layout, target_labels, source_labels, max_edges)
+            ax = palette.new_axes(*scene.size(view)) if ax is None else ax
+            _draw_scene(ax, view, scene, highlight, scale, color_bar, compact)
+            note = scene.note
+        name = repr(graph) if title is None else drawn(title, 80)
+        small = ", ".join(x for x in (view.shown, note) if x)
+        ax.set_title("\n".join(x for x in (name, small) if x), fontsize=8 if compact else 11, color=palette.INK)
     return ax
 
 
-def _choose(view: View, layout: Any) -> str:
-    t, s, e = view.graph.t, view.graph.s, view.graph.num_edges
+def _choose(graph: Graph, layout: Any) -> str:
+    t, s = graph.t, graph.s
     if not isinstance(layout, str):
         return "given"
     if layout not in LAYOUTS:
-        raise ValueError(f"layout {layout!r} is not known: use one of {', '.join(LAYOUTS)}, positions, or a networkx layout")
+        raise ValueError(f"no layout {layout!r}: use one of {', '.join(LAYOUTS)}, positions, or a networkx layout")
     if layout == "auto":
-        if 0 in (t, s) or max(t, s) > 16 or e > 90:
+        if 0 in (t, s) or max(t, s) > 16 or graph.num_edges > 90:
             return "matrix"
         return "circle" if t == s else "columns"
-    if layout != "columns" and layout != "matrix" and t != s:
-        raise ValueError(f"a {layout} needs as many targets as sources, got {view.graph!r}: use layout='columns' or 'matrix'")
+    if layout in ("circle", "line") and t != s:
+        raise ValueError(f"a {layout} needs as many targets as sources, got {graph!r}: use 'columns' or 'matrix'")
     return layout
 
 
-def _size(kind: str, view: View, labels: list[str] | None) -> tuple[float, float]:
-    t, s = view.graph.t, view.graph.s
-    if kind == "matrix":
-        if not t or not s:
-            return 5.0, 4.0
-        ratio = min(max(t / s, 0.3), 3.0)
-        return (7.2, max(3.2, 6.2 * ratio)) if ratio <= 1 else (max(4.0, 7.2 / ratio + 1.2), 8.0)
-    if kind == "line":
-        return max(6.0, min(14.0, 0.62 * t + 1.5)), 5.0
-    return 7.2, 7.0
-
-
-def _title(ax: Axes, view: View, title: str | None, note: str) -> None:
-    name = repr(view.graph) if title is None else drawn(title, 80)
-    small = ", ".join(x for x in (view.shown, note) if x)
-    ax.set_title(name + (f"\n{small}" if small else ""), fontsize=11, color=palette.INK)
-
-
-def _node(i: int, n: int, what: str) -> int:
-    if not 0 <= i < n:
-        raise ValueError(f"{what} {i} is out of range: there are {n} targets")
-    return i
+def _matrix_size(graph: Graph) -> tuple[float, float]:
+    if not graph.t or not graph.s:
+        return 5.0, 4.0
+    ratio = min(max(graph.t / graph.s, 0.3), 3.0)
+    return (7.2, max(3.2, 6.2 * ratio)) if ratio <= 1 else (max(4.0, 7.2 / ratio + 1.2), 8.0)
 
 
 def _frame_row(ax: Axes, graph: Graph, row: int) -> None:
@@ -129,68 +145,86 @@ def _frame_row(ax: Axes, graph: Graph, row: int) -> None:
     ax.add_patch(Rectangle((-0.5, row - 0.5), graph.s, 1, fill=False, edgecolor=palette.TARGET, linewidth=2, zorder=5))
 
 
-def _draw_arrows(
-    ax: Axes,
+# ---------------------------------------------------------------------- arrows
+
+
+@dataclass
+class _Scene:
+    """Where everything of an arrow picture stands, before a figure exists."""
+
+    kind: str
+    source_at: dict[int, layouts.Point]
+    target_at: dict[int, layouts.Point]
+    target: np.ndarray
+    source: np.ndarray
+    value: np.ndarray | None
+    target_labels: list[str]
+    source_labels: list[str]
+    note: str
+    inside: bool
+    radius: float
+    loop: float
+    bend: float
+
+    @property
+    def one_set(self) -> bool:
+        return self.source_at is self.target_at
+
+    @property
+    def looped(self) -> set[int]:
+        return set(self.target[self.target == self.source].tolist()) if self.one_set else set()
+
+    def heights(self) -> tuple[float, float]:
+        """How far the arcs of a line reach above and below it."""
+        d = self.target - self.source
+        above, below = (0.76 * arrows.arc_height(int(x.max())) if x.size else 0.0 for x in (d[d > 0], -d[d < 0]))
+        return max(above, self.radius) + 0.15, max(below, self.loop if self.looped else self.radius) + 0.15
+
+    def size(self, view: View) -> tuple[float, float]:
+        if self.kind != "line":
+            return 7.2, 7.0
+        named = 0.0 if self.inside else 0.9
+        return 8.0, min(10.0, 6.8 * sum(self.heights()) / max(len(self.target_at), 1) + 1.2 + named)
+
+
+def _scene(
     view: View,
     kind: str,
     layout: Any,
     target_labels: list[str] | None,
     source_labels: list[str] | None,
-    highlight: int | None,
-    max_edges: int | None,
-    vmin: float | None,
-    vmax: float | None,
-    color_bar: bool,
-) -> str:
+    max_edges: int,
+) -> _Scene:
     graph = view.graph
     limit = MAX_FORCE_NODES if callable(layout) else arrows.MAX_NODES
     if max(graph.t, graph.s) > limit:
         raise ValueError(
-            f"{graph!r} is too large for arrows, which are readable up to {limit} nodes: use layout='matrix', "
+            f"{graph!r} is too large for arrows, which can be read up to {limit} nodes: use layout='matrix', "
             f"or draw a part such as graph[:{limit // 4}, :{limit // 4}]"
         )
-    pick, note = _pick(view, arrows.MAX_ARROWS if max_edges is None else max_edges)
+    pick, note = _pick(view, max_edges)
     target, source = (x[pick].numpy() for x in view.edges())
-    value = None if view.value is None else view.value[pick].numpy()
-
-    two_columns = kind == "columns" or (kind == "given" and graph.t != graph.s)
-    source_at, target_at, curve, outside = _places(graph, kind, layout, view)
+    source_at, target_at = _places(graph, kind, layout)
     tl = target_labels or [str(i) for i in range(graph.t)]
     sl = source_labels or [str(j) for j in range(graph.s)]
-    radius = _radius(source_at, target_at)
-
-    if value is None:
-        base = 1.4 if len(target) <= 60 else 0.9
-        width, color = np.full(len(target), base), [palette.EDGE] * len(target)
-        alpha = np.full(len(target), 0.9 if len(target) <= 120 else 0.55)
-    else:
-        norm, cmap = palette.scale(value, vmin, vmax)
-        part = np.abs(np.asarray(norm(value), dtype=float).clip(0, 1) - (0.5 if norm.vmin == -norm.vmax else 0.0))  # type: ignore[operator]
-        part = part * (2 if norm.vmin == -norm.vmax else 1)  # type: ignore[operator]
-        width, color = 0.7 + 3.3 * part, [tuple(c) for c in cmap(norm(value))]
-        alpha = np.full(len(target), 0.95)
-    if highlight is not None:
-        lit = target == _node(highlight, graph.t, "highlight")
-        color = [palette.TARGET if on and value is None else c if on else palette.FAINT for c, on in zip(color, lit, strict=True)]
-        alpha = np.where(lit, 1.0, 0.35)
-        width = np.where(lit, width + 0.6, width * 0.8)
-    items = list(zip(source.tolist(), target.tolist(), width.tolist(), color, alpha.tolist(), strict=True))
-    arrows.draw_arrows(ax, items, source_at, target_at, radius, curve=curve)
-
-    font = 10.0 if max(graph.t, graph.s) <= 16 else max(5.0, 11 - 0.12 * max(graph.t, graph.s))
-    ring: str | list[str] = palette.INK
-    if highlight is not None:
-        ring = [palette.TARGET if i == highlight else palette.INK for i in range(graph.t)]
-    if two_columns:
-        arrows.draw_nodes(ax, source_at, sl, radius, outside="left", size=font, ring=palette.SOURCE)
-        ring2 = [palette.TARGET] * graph.t
-        arrows.draw_nodes(ax, target_at, tl, radius, outside="right", size=font, ring=ring2)
-    else:
-        arrows.draw_nodes(ax, target_at, tl, radius, outside=outside, size=font, ring=ring)
-    _frame(ax, kind, two_columns, source_at, target_at, radius, sl, tl, items)
-    if color_bar and value is not None and value.size:
-        palette.color_bar(ax, norm, cmap, view.measure)
-    return note
+    base = arrows.node_radius(source_at, *([] if target_at is source_at else [target_at]))
+    inside = arrows.fits_inside(sl + tl)
+    return _Scene(
+        kind=kind,
+        source_at=source_at,
+        target_at=target_at,
+        target=target,
+        source=source,
+        value=None if view.value is None else view.value[pick].numpy(),
+        target_labels=tl,
+        source_labels=sl,
+        note=note,
+        inside=inside,
+        radius=base if inside else 0.6 * base,
+        loop=(2.0 if kind == "line" else 2.3) * base,
+        # positions on a grid put nodes on the straight way between others
+        bend=0.1 if kind == "given" and not callable(layout) and graph.t == graph.s else 0.0,
+    )
 
 
 def _pick(view: View, limit: int) -> tuple[torch.Tensor, str]:
@@ -201,86 +235,124 @@ def _pick(view: View, limit: int) -> tuple[torch.Tensor, str]:
     if view.value is not None:
         keep = torch.topk(view.value.abs(), limit).indices.sort().values
         return keep, f"the {limit:,} heaviest of {e:,} edges"
-    return (torch.arange(limit) * e) // limit, f"an even sample of {limit:,} of {e:,} edges"
+    return (torch.arange(limit) * e) // max(limit, 1), f"an even sample of {limit:,} of {e:,} edges"
 
 
-Places = tuple[dict[int, layouts.Point], dict[int, layouts.Point], str, str]
-
-
-def _places(graph: Graph, kind: str, layout: Any, view: View) -> Places:
+def _places(graph: Graph, kind: str, layout: Any) -> tuple[dict[int, layouts.Point], dict[int, layouts.Point]]:
+    """Positions of sources and of targets; one dict where they are the same nodes."""
     t, s = graph.t, graph.s
-    if kind == "circle":
-        at = layouts.circle(t)
-        return at, at, "bend", "radial"
-    if kind == "line":
-        at = layouts.line(t)
-        return at, at, "arc", "below"
     if kind == "columns":
-        height = 0.5 * max(t, s)
-        wide = max(1.6, 0.32 * max(t, s))
-        return layouts.column(s, 0.0, height), layouts.column(t, wide, height), "straight", "right"
-    if callable(layout):
-        if t != s:
-            raise ValueError(f"a networkx layout needs as many targets as sources, got {graph!r}: use layout='columns'")
-        from graphattn.draw.formats import networkx_of
-
-        at = layouts.from_networkx(layout, networkx_of(graph), t)
-        return at, at, "bend", "radial"
-    if t != s:
+        high = 0.5 * max(t, s)
+        return layouts.column(s, 0.0, high), layouts.column(t, max(1.6, 0.32 * max(t, s)), high)
+    if kind == "given" and t != s:
+        if callable(layout):
+            raise ValueError(f"a networkx layout needs as many targets as sources, got {graph!r}: use 'columns'")
         if not isinstance(layout, Sequence) or len(layout) != 2:
             raise ValueError(f"{graph!r}: positions are a pair (of the {t} targets, of the {s} sources)")
-        joint = [layouts.given(part, n, what) for part, n, what in zip(layout, (t, s), ("target", "source"), strict=True)]
-        return joint[1], joint[0], "straight", "right"
-    at = layouts.given(layout, t, "node")
-    return at, at, "bend", "radial"
+        return layouts.given_pair(layout[1], s, layout[0], t)
+    if kind == "circle":
+        at = layouts.circle(t)
+    elif kind == "line":
+        at = layouts.line(t)
+    elif callable(layout):
+        from graphattn.draw.formats import networkx_of
+
+        at = layouts.given(layout(networkx_of(graph)), t, "node")
+    else:
+        at = layouts.given(layout, t, "node")
+    return at, at
 
 
-def _radius(source_at: dict[int, layouts.Point], target_at: dict[int, layouts.Point]) -> float:
-    """A third of the smallest distance between two nodes, within reason."""
-    at = np.array([*source_at.values(), *(p for p in target_at.values() if target_at is not source_at)])
-    if len(at) < 2:
-        return 0.2
-    gap = np.sqrt(((at[:, None] - at[None]) ** 2).sum(-1))
-    np.fill_diagonal(gap, np.inf)
-    span = float((at.max(0) - at.min(0)).max()) or 1.0
-    return float(min(max(gap.min() * 0.3, 0.008 * span), 0.09 * span if len(at) > 3 else 0.14 * span))
-
-
-def _frame(
+def _draw_scene(
     ax: Axes,
-    kind: str,
-    two_columns: bool,
-    source_at: dict[int, layouts.Point],
-    target_at: dict[int, layouts.Point],
-    radius: float,
-    sl: list[str],
-    tl: list[str],
-    items: list[arrows.Arrow],
+    view: View,
+    scene: _Scene,
+    highlight: int | None,
+    scale: palette.Scale,
+    color_bar: bool,
+    compact: bool,
 ) -> None:
+    graph, value = view.graph, scene.value
+    n = len(scene.target)
+    thin = 0.6 if compact else 1.0
+    if value is None:
+        width = np.full(n, thin * (1.4 if n <= 60 else 0.9))
+        color: list[Any] = [palette.EDGE] * n
+        alpha = np.full(n, 0.9 if n <= 120 else 0.55)
+    else:
+        norm, cmap = scale(value)
+        part = np.asarray(norm(value), dtype=float).clip(0, 1)
+        part = np.abs(2 * part - 1) if norm.vmin < 0 < norm.vmax else part  # type: ignore[operator]
+        width, color = thin * (0.6 + 2.8 * part), [tuple(c) for c in cmap(norm(value))]
+        alpha = np.full(n, 0.95)
+    if highlight is not None:
+        lit = scene.target == highlight
+        own = [palette.TARGET] * n if value is None else color
+        color = [c if on else palette.FAINT for c, on in zip(own, lit, strict=True)]
+        alpha, width = np.where(lit, 1.0, 0.35), np.where(lit, width + 0.6, 0.8 * width)
+    items = list(zip(scene.source.tolist(), scene.target.tolist(), width.tolist(), color, alpha.tolist(), strict=True))
+    arrows.draw_arrows(
+        ax, items, scene.source_at, scene.target_at, scene.radius, bend=scene.bend, loop=scene.loop,
+        curve="arc" if scene.kind == "line" else "chord",
+    )  # fmt: skip
+    _draw_names(ax, graph, scene, highlight, compact)
+    _frame(ax, scene, compact)
+    if color_bar and value is not None and n:
+        palette.color_bar(ax, norm, cmap, view.measure)
+
+
+def _draw_names(ax: Axes, graph: Graph, scene: _Scene, highlight: int | None, compact: bool) -> None:
+    most = max(graph.t, graph.s)
+    size = 10.0 if most <= 16 else max(5.0, 11 - 0.12 * most)
+    size = size * 0.6 if compact else size
+    target_ring = [palette.INK if scene.one_set else palette.TARGET] * graph.t
+    target_fill = [palette.NODE] * graph.t
+    if highlight is not None:
+        target_ring[highlight], target_fill[highlight] = palette.TARGET, palette.TARGET_FILL
+    away = "none" if scene.kind == "line" else "radial" if scene.one_set else "right"
+    arrows.draw_nodes(
+        ax, scene.target_at, scene.target_labels, scene.radius, side="inside" if scene.inside else away, size=size,
+        ring=target_ring, fill=target_fill, clear=scene.loop, looped=scene.looped,
+    )  # fmt: skip
+    if not scene.one_set:
+        arrows.draw_nodes(
+            ax, scene.source_at, scene.source_labels, scene.radius, side="inside" if scene.inside else "left", size=size,
+            ring=[palette.SOURCE] * graph.s, fill=[palette.NODE] * graph.s,
+        )  # fmt: skip
+
+
+def _frame(ax: Axes, scene: _Scene, compact: bool) -> None:
     ax.set_aspect("equal", adjustable="box")
-    for side in ax.spines.values():
-        side.set_visible(False)
+    for edge in ax.spines.values():
+        edge.set_visible(False)
     ax.set_xticks([])
     ax.set_yticks([])
-    points = [*source_at.values(), *target_at.values()]
-    if not points:
+    points = np.array([*scene.source_at.values(), *scene.target_at.values()])
+    if not len(points):
         ax.text(0.5, 0.5, "no nodes", ha="center", va="center", transform=ax.transAxes)
         return
-    if kind == "line":
-        up = max((arrows.arc_height(abs(a[0] - a[1])) * 0.76 for a in items if a[0] < a[1]), default=0.0)
-        down = max((arrows.arc_height(abs(a[0] - a[1])) * 0.76 for a in items if a[0] > a[1]), default=0.0)
-        down = max(down, 3.2 * radius if any(a[0] == a[1] for a in items) else 0.0)
-        (x0, _), (x1, _) = points[0], points[-1]
-        ax.set_xlim(min(x0, x1) - 0.8, max(x0, x1) + 0.8)
-        ax.set_ylim(-down - 0.5, up + 0.6)
-        ax.set_xlabel("position     (" + _READS + "; past above, future below)", fontsize=9)
+    (x0, y0), (x1, y1) = points.min(0), points.max(0)
+    if scene.kind == "line":
+        above, below = scene.heights()
+        ax.set_xlim(x0 - 0.6, x1 + 0.6)
+        ax.set_ylim(-below, above)
+        if not scene.inside:
+            matrix.name_ticks(ax, "x", scene.target_labels, 10.0 if len(scene.target_at) <= 16 else 6.5)
+            ax.tick_params(axis="x", length=0)
+        where = "token" if not scene.inside else "position"
+        ax.set_xlabel("" if compact else f"{where}     ({ARROW}; past above, future below)", fontsize=9)
         return
-    margin = 4.2 * radius if any(a[0] == a[1] for a in items) else 2.2 * radius
-    arrows.bounds(ax, points, margin)
-    if two_columns and kind == "columns":
-        top = max(y for _, y in points) + 3.0 * radius
-        for at, name, color in ((source_at, "source (key)", palette.SOURCE), (target_at, "target (query)", palette.TARGET)):
+    margin = (scene.loop if scene.looped else scene.radius) + (0.35 * scene.radius if scene.inside else 0.12)
+    margin += 0.05 * max(x1 - x0, y1 - y0)
+    ax.set_xlim(x0 - margin, x1 + margin)
+    ax.set_ylim(y0 - margin, y1 + margin)
+    if scene.kind == "columns" and not compact:
+        top = y1 + 2.5 * scene.radius
+        for at, name, color in (
+            (scene.source_at, "source (key)", palette.SOURCE),
+            (scene.target_at, "target (query)", palette.TARGET),
+        ):
             if at:
                 ax.text(at[0][0], top, name, ha="center", va="bottom", fontsize=10, color=color)
-        ax.set_ylim(top=top + 3 * radius)
-    ax.set_xlabel(_READS, fontsize=9)
+        ax.set_ylim(top=top + 0.3 + 0.03 * (y1 - y0))
+    ax.set_xlabel("" if compact else ARROW, fontsize=9)

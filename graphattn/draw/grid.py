@@ -1,0 +1,222 @@
+"""Small multiples: heads and layers, or several graphs, side by side on one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphattn.draw import matrix, palette
+from graphattn.draw.picture import ARROW, draw_view
+from graphattn.draw.text import drawn, labels_of
+from graphattn.draw.view import View, edge_values, view_of
+from graphattn.graph import Graph
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_ROWS, MAX_COLUMNS = 16, 16
+
+
+def draw_grid(
+    graphs: Graph | Sequence[Graph],
+    weights: Any = None,
+    *,
+    titles: Sequence[str] | None = None,
+    columns: int | None = None,
+    labels: Sequence[object] | None = None,
+    source_labels: Sequence[object] | None = None,
+    layout: str = "matrix",
+    title: str | None = None,
+    measure: str = "attention weight",
+    vmax: float | None = None,
+) -> Figure:
+    """Several pictures on one scale.
+
+    Args:
+        graphs: a list, or one graph: then a panel per index of its leading axes and per head of its weights.
+        weights: for a list, one entry per graph (None or what `draw` takes); for one graph, what `draw` takes.
+        titles: one per panel.
+        columns: panels per row; by default as square as it gets, at most 4 (one row per batch entry if there are
+            both batch and heads).
+    Returns:
+        A `matplotlib.figure.Figure` outside pyplot; `figure.axes` are the panels, row by row.
+    Raises:
+        ValueError: more than 256 panels, or what `draw` raises.
+    """
+    views: list[View] = []
+    if isinstance(graphs, Graph):
+        graph = graphs
+        lead = graph.lead or (1, 1)
+        free = (1, 1) if weights is None else tuple(edge_values(graph, weights).shape[:2])
+        nb, nh = (max(a, b) for a, b in zip(lead, free, strict=True))
+        _limit(nb * nh, f"{nb} batch entries x {nh} heads")
+        names = []
+        for b in range(nb):
+            for h in range(nh):
+                views.append(view_of(graph, weights, b if nb > 1 else None, h if nh > 1 else None, measure))
+                names.append(views[-1].shown or repr(graph))
+        columns = columns or (nh if nb > 1 and nh > 1 else None)
+    else:
+        graphs = list(graphs)
+        _limit(len(graphs), f"{len(graphs)} graphs")
+        each = [None] * len(graphs) if weights is None else list(weights)
+        if len(each) != len(graphs):
+            raise ValueError(f"weights has {len(each)} entries, but there are {len(graphs)} graphs: one for each")
+        views = [view_of(g, w, measure=measure) for g, w in zip(graphs, each, strict=True)]
+        names = [repr(g) for g in graphs]
+    if not views:
+        raise ValueError("draw_grid needs at least one graph")
+    if titles is not None and len(titles) != len(views):
+        raise ValueError(f"titles has {len(titles)} entries, but there are {len(views)} panels: one for each")
+    names = names if titles is None else [drawn(t, 40) for t in titles]
+    if columns is None:
+        columns = min(4, int(np.ceil(np.sqrt(len(views)))))
+    rows = -(-len(views) // columns)
+    return _panels(views, names, rows, columns, labels, source_labels, layout, title, vmax, None)
+
+
+def draw_attention(
+    tokens: Sequence[object],
+    graphs: Graph | Sequence[Graph],
+    weights: Sequence[Any],
+    *,
+    source_tokens: Sequence[object] | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    layout: str = "matrix",
+    title: str | None = None,
+    vmax: float | None = 1.0,
+) -> Figure:
+    """What a trained model attends to: a row of panels per layer, a column per head.
+
+    Args:
+        tokens: `T_q` labels of the targets (and of the sources, when there are as many).
+        graphs: one per layer, or one for all.
+        weights: one entry per layer, `(H, E)`, `(1, H, E)` or `(E,)` in edge order, as `head.weights` returns them.
+        source_tokens: `T_kv` labels of the sources, for cross-attention.
+        layers, heads: which of them, by index from 0; all by default.
+        layout: as in `draw`; "matrix" and "columns" suit small panels.
+        vmax: the darkest weight; 1 by default, so that pictures compare; None for the largest weight shown.
+    Returns:
+        A Figure outside pyplot; `save(figure, path)` writes it.
+    Raises:
+        ValueError: more than 16 layers or heads at once, sizes that do not fit.
+    """
+    each = [graphs] * len(weights) if isinstance(graphs, Graph) else list(graphs)
+    if len(each) != len(weights):
+        raise ValueError(f"weights has {len(weights)} layers, but there are {len(each)} graphs: one for each")
+    if not each:
+        raise ValueError("draw_attention needs at least one layer")
+    pick_layers = list(range(len(each))) if layers is None else list(layers)
+    views: list[list[View]] = []
+    count = 0
+    for k in pick_layers:
+        if not 0 <= k < len(each):
+            raise ValueError(f"layer {k} is out of range: there are {len(each)}, numbered from 0")
+        values = edge_values(each[k], weights[k])
+        n = max(values.shape[1], (each[k].lead or (1, 1))[1])
+        if values.shape[0] > 1 or (each[k].lead or (1, 1))[0] > 1:
+            raise ValueError(f"layer {k} holds a batch of {values.shape[0]}: choose one, weights[k][b] or graph.select")
+        pick = list(range(n)) if heads is None else list(heads)
+        for h in pick:
+            if not 0 <= h < n:
+                raise ValueError(f"head {h} is out of range: layer {k} has {n}, numbered from 0")
+        count = max(count, len(pick))
+        views.append([view_of(each[k], weights[k], None, h) for h in pick])
+    rows, columns = len(views), count
+    if rows > MAX_ROWS or columns > MAX_COLUMNS or not rows or not columns:
+        raise ValueError(
+            f"{rows} layers x {columns} heads cannot be read in one picture: choose 1 to {MAX_ROWS} with layers=[...] "
+            f"and 1 to {MAX_COLUMNS} with heads=[...], or write the interactive page with export(\"page.html\", ...)"
+        )
+    flat: list[View | None] = []
+    for line in views:
+        flat += [*line, *([None] * (columns - len(line)))]
+    names = [f"head {h}" for h in (range(columns) if heads is None else heads)]
+    sides = [f"layer {k}" for k in pick_layers]
+    return _panels(flat, names, rows, columns, tokens, source_tokens, layout, title, vmax, sides)
+
+
+def _limit(panels: int, what: str) -> None:
+    if panels > MAX_ROWS * MAX_COLUMNS:
+        raise ValueError(f"{what} are {panels:,} panels, more than {MAX_ROWS * MAX_COLUMNS}: draw some of them")
+
+
+def _panels(
+    views: Sequence[View | None],
+    names: Sequence[str],
+    rows: int,
+    columns: int,
+    labels: Sequence[object] | None,
+    source_labels: Sequence[object] | None,
+    layout: str,
+    title: str | None,
+    vmax: float | None,
+    sides: Sequence[str] | None,
+) -> Figure:
+    """`sides` given: columns share `names`, rows are named by `sides`; else every panel has its own name."""
+    import matplotlib as mpl
+
+    shown = [v for v in views if v is not None]
+    values = [v.value for v in shown if v.value is not None and v.value.numel()]
+    pooled = np.concatenate([v.numpy() for v in values]) if values else np.zeros(0)
+    norm, cmap = palette.scale(pooled, None, vmax)
+    t, s = max(v.graph.t for v in shown), max(v.graph.s for v in shown)
+    ratio = min(max(t / s, 0.4), 2.5) if t and s else 1.0
+    width = 8.0 if columns > 1 else 5.0
+    panel = (width - 1.5) / columns
+    with mpl.rc_context({"text.usetex": False}):
+        figure = palette.new_figure(width, min(40.0, rows * (panel * ratio + (0.12 if sides else 0.4)) + 1.0))
+        grid = figure.subplots(rows, columns, squeeze=False)
+        small = panel < 1.6
+        named = max(t, s) <= (24 if panel > 2.4 else 16 if panel > 1.5 else 0)
+        for k, (ax, view) in enumerate(zip(grid.flat, [*views, *[None] * (grid.size - len(views))], strict=True)):
+            if view is None:
+                ax.set_axis_off()
+                continue
+            row, column = divmod(k, columns)
+            lowest = k + columns >= len(views) or views[k + columns] is None
+            if layout == "matrix":
+                tl, sl = labels_of(view.graph, labels, source_labels)
+                matrix.draw_matrix(
+                    ax, view, tl, sl, scale=lambda _: (norm, cmap), color_bar=False, compact=True
+                )
+                if not named:
+                    _few_ticks(ax, view, small)
+                alike = sides is not None or len({v.graph.shape for v in shown}) == 1
+                if alike and column:
+                    ax.set_ylabel("")
+                    ax.set_yticklabels([])
+                if alike and not lowest:
+                    ax.set_xlabel("")
+                    ax.set_xticklabels([])
+            else:
+                draw_view(view, layout, ax, *labels_of(view.graph, labels, source_labels), scale=lambda _: (norm, cmap),
+                          color_bar=False, compact=True)
+            size = 9 if panel > 1.1 else 6.5
+            ax.set_title(names[k] if sides is None else names[column] if row == 0 else "", fontsize=size)
+            if sides is not None and column == 0:
+                mark = f"{sides[row]}\n" + (ax.get_ylabel() if layout == "matrix" else "")
+                ax.set_ylabel(mark, fontsize=size)
+        if values:
+            from matplotlib.cm import ScalarMappable
+
+            bar = figure.colorbar(ScalarMappable(norm, cmap), ax=grid, shrink=min(1.0, 2.2 / rows + 0.25), fraction=0.03,
+                                  pad=0.01, aspect=25)
+            bar.set_label(palette.bar_label(norm, shown[0].measure), fontsize=9)
+            bar.ax.tick_params(labelsize=8)
+            bar.outline.set_edgecolor(palette.FAINT)  # type: ignore[operator]
+        if title is not None:
+            figure.suptitle(drawn(title, 90), fontsize=12)
+        if layout != "matrix":
+            figure.supxlabel("arrow: source (left) → target that reads it (right)" if layout == "columns" else ARROW, fontsize=9)
+    return figure
+
+
+def _few_ticks(ax: Any, view: View, small: bool) -> None:
+    """First and last number only: token names would overlap at this size."""
+    for put, n in ((ax.set_xticks, view.graph.s), (ax.set_yticks, view.graph.t)):
+        put([0, n - 1] if n > 1 else [0] if n else [], fontsize=6 if small else 7,
+            labels=["0", str(n - 1)] if n > 1 else ["0"] if n else [])
