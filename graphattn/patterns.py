@@ -1,7 +1,6 @@
 """Patterns: each is its formula, an inequality between target i and source j, built from runs without a T x T mask.
 
-What the algebra can say is not a function: a prefix language model is `causal(t) | prefix(t, n)`, packed causal
-documents are `causal(t) & documents(lengths)`, a padded batch is `causal(t) & padding(lengths, t)`.
+What the algebra can say is not a function: packed causal documents are `causal(t) & documents(lengths)`, a padded batch is `causal(t) & padding(lengths, t)`.
 """
 
 from __future__ import annotations
@@ -106,11 +105,17 @@ def window(t: int, size: int) -> Graph:
 
 
 def prefix(t: int, length: int) -> Graph:
-    """j < length: every target reads the prefix.  `causal(t) | prefix(t, n)` is the prefix LM (T5, UniLM, PaliGemma)."""
+    """j <= i or j < length: dense in the prompt, triangular after it; the prefix LM (T5, UniLM, PaliGemma).
+
+    It leaks the labels of the prefix itself: train it with the loss taken beyond the prefix only.
+
+    Raises:
+        ValueError: a length above t.
+    """
     t, length = _size(t, "t"), _size(length, "length")
     if length > t:
         raise ValueError(f"prefix of length {length} does not fit {t} sources")
-    return _one_run(torch.zeros(t, dtype=torch.int64), torch.full((t,), length), (t, t))
+    return _one_run(torch.zeros(t, dtype=torch.int64), torch.arange(1, t + 1).clamp_(min=length), (t, t))
 
 
 def bipartite(t: int, s: int) -> Graph:
