@@ -1,6 +1,7 @@
 """Patterns: each is its formula, an inequality between target i and source j, built from runs without a T x T mask.
 
-What the algebra can say is not a function: packed causal documents are `causal(t) & documents(lengths)`, a padded batch is `causal(t) & padding(lengths, t)`.
+What the algebra can say is not a function: packed causal documents are `causal(t) & documents(lengths)`, a padded
+batch is `causal(t) & padding(lengths, t)`.
 """
 
 from __future__ import annotations
