@@ -51,8 +51,8 @@ enum PlanField {
   P_GROUP_ROW,    // groups x 32 int32: target, -1 for none
   P_GROUP_SEG,    // groups + 1
   P_GROUP_COL,    // groups + 1: columns before
-  P_SEG,          // segs x {first source, count, first mask or -1}
-  P_MASK,         // uint32 per column: which of the 32 targets read it
+  P_SEG,          // segs x {first source, count, first mask, or ~mask where all its columns have one}
+  P_MASK,         // uint32 per column: which of the 32 targets read it (all ones: all of the group's)
   P_UNIT_LEAD,    // leads + 1
   P_UNIT,         // units x {row list begin, end, edge begin, edge end within the row, piece or -1}
   P_ROW_LEAD,     // leads + 1

@@ -102,9 +102,13 @@ template <class T> INLINE TV maxv(TV a, TV b) { return a > b ? a : b; }
 
 // exp to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; 0 below the normal range; NaN stays NaN
 INLINE VF vexp(VF x) {
-  typedef Simd<float>::I I;
+  typedef Simd<float>::I I [[maybe_unused]];
   const VF magic = splat<float>(12582912.f);
+#if defined(__AVX512F__)
+  VF y = (VF)_mm512_max_ps(_mm512_set1_ps(-104.f), (__m512)x);  // the second operand where one is NaN
+#else
   VF y = x < -87.f ? splat<float>(-87.f) : x;
+#endif
   VF t = y * 1.44269504088896341f + magic;
   VF n = t - magic;
   VF r = y - n * 0.693359375f;
@@ -116,13 +120,21 @@ INLINE VF vexp(VF x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.f;
-  VF e = (VF)((I)p + ((I)t << 23));
-  return x < -87.f ? zerof() : x == x ? e : x;
+#if defined(__AVX512F__)
+  return (VF)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  p = p * (VF)(((I)t << 23) + 0x3f800000);
+  return x < -87.f ? zerof() : p;
+#endif
 }
 INLINE VD vexp(VD x) {
-  typedef Simd<double>::I I;
+  typedef Simd<double>::I I [[maybe_unused]];
   const VD magic = splat<double>(6755399441055744.0);
+#if defined(__AVX512F__)
+  VD y = (VD)_mm512_max_pd(_mm512_set1_pd(-746.0), (__m512d)x);
+#else
   VD y = x < -708.0 ? splat<double>(-708.0) : x;
+#endif
   VD t = y * 1.4426950408889634 + magic;
   VD n = t - magic;
   VD r = y - n * 6.93145751953125e-1;
@@ -140,8 +152,12 @@ INLINE VD vexp(VD x) {
   p = p * r + 1.6666666666666666e-01;
   p = p * r + 0.5;
   p = p * (r * r) + r + 1.0;
-  VD e = (VD)((I)p + ((I)t << 52));
-  return x < -708.0 ? VD{} : x == x ? e : x;
+#if defined(__AVX512F__)
+  return (VD)_mm512_scalef_pd((__m512d)p, (__m512d)n);
+#else
+  p = p * (VD)(((I)t << 52) + 0x3ff0000000000000);
+  return x < -708.0 ? VD{} : p;
+#endif
 }
 
 INLINE float sexp(float x) { return __builtin_expf(x); }

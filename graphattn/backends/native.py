@@ -1,0 +1,435 @@
+"""Fused exact attention in C++: the fastest route on a CPU for most graphs, forward and backward, and the leanest.
+
+Nothing of size edges x width is ever made.  Long runs go through register-blocked tiles of 32 targets, short ones target by
+target with prefetch.  It is slower than `sdpa` only for dense work on few columns, and absent where no compiler was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..graph import Graph
+from ..scores import Alibi, GATv2, Relative
+from .call import Call
+from .numerics import drop_threshold
+
+_LIBRARY = Path(__file__).parent / "_native" / "libgraphattn.so"
+_ISA = {"base": 1, "v3": 3, "v4": 4}
+_ARGS = struct.Struct("=86q4d")  # struct Args of _native/abi.h
+_SLOTS = 64  # partial sums of gradients that every edge adds to
+# Bytes of p and ds per edge kept between the two passes of the backward; beyond it they are computed twice.
+STASH = 256 * 2**20
+# A group of 32 targets goes to the tiles if it has this many edges per column.
+TILE_FILL = 5.0
+
+_lock = threading.Lock()
+_isa = 0
+
+
+# ---------------------------------------------------------------------- the library
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The loaded library, or why there is none."""
+    with _lock:
+        if not _LIBRARY.exists():
+            return (
+                "the native engine was not built: install a C++17 compiler, then reinstall graphattn "
+                "(or run `python setup.py build_native` in a checkout)"
+            )
+        try:
+            lib = ctypes.CDLL(str(_LIBRARY))
+        except OSError as error:
+            return f"the native engine does not load: {error}"
+        pointer, i64 = ctypes.c_void_p, ctypes.c_int64
+        lib.ga_run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p]
+        lib.ga_args_size.restype = i64
+        lib.ga_plan.argtypes = [pointer] * 4 + [i64] * 3 + [ctypes.c_double, i64, pointer]
+        lib.ga_plan.restype = pointer
+        lib.ga_source_plan.argtypes = [pointer] * 6 + [i64] * 2 + [pointer]
+        lib.ga_source_plan.restype = pointer
+        lib.ga_release.argtypes = [pointer]
+        lib.ga_start.argtypes = [pointer]
+        if lib.ga_args_size() != _ARGS.size:
+            return "the native engine was built from other sources than this package: reinstall graphattn"
+        lib.ga_start(_torch_pool())
+        global _isa
+        _isa = lib.ga_best()
+        return lib
+
+
+def _torch_pool() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime torch uses, so that both share one pool of threads."""
+    names: list[str] = []
+    try:
+        with open("/proc/self/maps") as maps:
+            names = sorted({line.split()[-1] for line in maps if "omp" in line.rsplit("/", 1)[-1]})
+    except OSError:
+        names = [str(p) for p in (Path(torch.__file__).parent / "lib").glob("*omp*")]
+    for name in names:
+        try:
+            return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def set_isa(name: str) -> None:
+    """For tests: use "base", "v3" or "v4" instead of the best instruction set of this machine; ValueError if it lacks it."""
+    global _isa
+    lib = _library()
+    if isinstance(lib, str) or _ISA[name] > lib.ga_best():
+        raise ValueError(f"this machine or build can't run {name}")
+    _isa = _ISA[name]
+
+
+def isas() -> list[str]:
+    """The instruction sets of `set_isa` this machine and build have, weakest first."""
+    lib = _library()
+    return [] if isinstance(lib, str) else [name for name, level in _ISA.items() if level <= lib.ga_best()]
+
+
+# ---------------------------------------------------------------------- the backend
+
+
+def why_not(call: Call) -> str | None:
+    """None if it can do the call exactly."""
+    lib = _library()
+    if isinstance(lib, str):
+        return lib
+    if call.q.device.type != "cpu":
+        return f"the native engine runs on the CPU, but q is on {call.q.device}"
+    if max(call.graph.t, call.graph.s) >= 2**31:
+        return "the native engine numbers targets and sources with 31 bits"
+    return None
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """`(out, lse)`; differentiable once."""
+    wide, dtype = call.wide, call.q.dtype
+    q, k, v = call.q, call.k, call.v
+    if dtype != wide:
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    if call.plain:
+        spec = _Spec(call.graph, call.scale)
+        if not call.needs_grad and not _transformed():
+            return _back(_forward(spec, q, k, v), dtype)
+        return _back(_apply(spec, q, k, v, None, None, None, None, None), dtype)
+    position, score = call.position, call.score
+    seed = 0
+    if call.dropout:
+        seed = int(torch.empty((), dtype=torch.int64).random_() if call.seed is None else call.seed)
+    spec = _Spec(
+        call.graph,
+        call.scale,
+        ("dot", "additive", "gatv2").index(score.name),
+        getattr(score, "slope", 0.0),
+        call.softcap or 0.0,
+        call.dropout,
+        seed,
+        0 if position is None else 1 if isinstance(position, Alibi) else 2,
+        0 if position is None else position.offset,
+    )
+    table = position.slopes if isinstance(position, Alibi) else position.table if isinstance(position, Relative) else None
+    extras = (call.bias, call.edge_key, call.edge_value, score.vector if isinstance(score, GATv2) else None, table)
+    return _back(_apply(spec, q, k, v, *(x if x is None else x.to(wide) for x in extras)), dtype)
+
+
+def _back(result: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    out, lse = result
+    return out if out.dtype == dtype else out.to(dtype), lse
+
+
+def _transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class _Spec(NamedTuple):
+    """What a call has besides tensors with gradients."""
+
+    graph: Graph
+    scale: float
+    score: int = 0
+    slope: float = 0.0
+    softcap: float = 0.0
+    dropout: float = 0.0
+    seed: int = 0
+    position: int = 0
+    offset: int = 0
+
+
+def _apply(spec: _Spec, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _Attend.apply(spec, *tensors)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(spec, q, k, v, *extras)
+        ctx.spec = spec
+        ctx.save_for_backward(q, k, v, *extras, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_out: Tensor | None, g_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        if g_out is None:
+            if g_lse is None:
+                return (None,) * 9
+            g_out = torch.zeros_like(out)
+        return None, *_backward(ctx.spec, g_out, g_lse, out, lse, *inputs, needs=ctx.needs_input_grad[1:])
+
+
+# ---------------------------------------------------------------------- plans
+
+
+def _plan(graph: Graph, tiles: bool) -> Tensor:
+    """Which targets go through tiles and which one by one, and the cuts of the work; int64, see PlanField of abi.h."""
+
+    def make() -> Tensor:
+        lib = _checked()
+        indptr, start, stop, edge_ptr = _runs(graph)
+        bg, hg = graph.lead or (1, 1)
+        length = ctypes.c_int64()
+        at = lib.ga_plan(
+            indptr.data_ptr(),
+            start.data_ptr(),
+            stop.data_ptr(),
+            edge_ptr.data_ptr(),
+            bg * hg,
+            graph.t,
+            graph.s,
+            TILE_FILL if tiles else 0.0,
+            torch.get_num_threads(),
+            ctypes.byref(length),
+        )
+        return _take(lib, at, length.value)
+
+    return graph.cached(("native", "plan", tiles), make)
+
+
+def _source_plan(graph: Graph, tiles: bool) -> Tensor:
+    """Per block of sources the (target, run) that meet it; int64, see SourcePlanField of abi.h."""
+
+    def make() -> Tensor:
+        lib = _checked()
+        indptr, start, stop, edge_ptr = _runs(graph)
+        length = ctypes.c_int64()
+        at = lib.ga_source_plan(
+            indptr.data_ptr(),
+            start.data_ptr(),
+            stop.data_ptr(),
+            graph.run_edge().data_ptr(),
+            edge_ptr.data_ptr(),
+            _plan(graph, tiles).data_ptr(),
+            graph.t,
+            graph.s,
+            ctypes.byref(length),
+        )
+        return _take(lib, at, length.value)
+
+    return graph.cached(("native", "sources", tiles), make)
+
+
+def _runs(graph: Graph) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return graph.cached(
+        ("native", "runs"),
+        lambda: tuple(x.contiguous() for x in (graph.indptr, graph.start, graph.stop, graph.edge_ptr())),
+    )
+
+
+def _take(lib: ctypes.CDLL, at: int | None, length: int) -> Tensor:
+    if not at:
+        raise MemoryError("no memory for the plan of the graph")
+    try:
+        plan = torch.empty(length, dtype=torch.int64)
+        ctypes.memmove(plan.data_ptr(), at, 8 * length)
+    finally:
+        lib.ga_release(at)
+    return plan
+
+
+def _checked() -> ctypes.CDLL:
+    lib = _library()
+    if isinstance(lib, str):
+        raise RuntimeError(lib)
+    return lib
+
+
+# ---------------------------------------------------------------------- calls into the library
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernels step through the last axis one by one."""
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _like(x: Tensor, width: int, zero: bool = False) -> Tensor:
+    """A new tensor (..., width) whose axes lie in memory as those of x: heads beside width if x is (B, T, H, D) inside."""
+    b, h, t, _ = x.shape
+    new = torch.zeros if zero else torch.empty
+    if h > 1 and t > 1 and x.stride(1) < x.stride(2):
+        return new(b, t, h, width, dtype=x.dtype).transpose(1, 2)
+    return new(b, h, t, width, dtype=x.dtype)
+
+
+def _place(x: Tensor | None) -> tuple[int, int, int, int]:
+    return (0, 0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
+
+
+_NONE9 = (0,) * 9
+
+
+def _head(
+    spec: _Spec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: tuple[Tensor | None, ...], splan: int
+) -> list[int]:
+    """The fields of Args up to the backward's, all ints."""
+    graph = spec.graph
+    bg, hg = graph.lead or (1, 1)
+    b, h, t, d = q.shape
+    indptr, start, stop, edge_ptr = _runs(graph)
+    plain = _is_plain(spec, extras)
+    fields = [
+        q.dtype == torch.float64,
+        torch.get_num_threads(),
+        *(b, h, k.shape[1], t, k.shape[2], d, v.shape[3], bg, hg, graph.num_edges),
+        *(indptr.data_ptr(), start.data_ptr(), stop.data_ptr(), graph.run_edge().data_ptr(), edge_ptr.data_ptr()),
+        *(_plan(graph, plain).data_ptr(), splan),
+        *_place(q),
+        *_place(k),
+        *_place(v),
+        *_place(out),
+        lse.data_ptr(),
+        spec.score,
+    ]
+    if plain:
+        return fields + [0] * 18
+    bias, edge_key, edge_value, vector, table = extras
+    fields.append(0 if vector is None else vector.data_ptr())
+    if bias is None:
+        fields += (0, 0, 0, 0)
+    else:
+        step = [0 if n == 1 else s for n, s in zip(bias.shape[:2], bias.stride(), strict=False)]
+        fields += (bias.data_ptr(), *step, bias.stride(2))
+    fields += (spec.position, 0, 0, spec.offset)
+    if table is not None:
+        fields[-3:-1] = table.data_ptr(), (table.shape[1] // 2 if spec.position == 2 else 0)
+    for x in (edge_key, edge_value):
+        fields += (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), 0 if x.shape[1] == 1 else x.stride(1))
+    fields += (spec.dropout > 0, spec.seed, drop_threshold(spec.dropout))
+    return fields
+
+
+def _is_plain(spec: _Spec, extras: tuple[Tensor | None, ...]) -> bool:
+    return spec.score == 0 and not (spec.softcap or spec.dropout) and all(x is None for x in extras)
+
+
+def _tail(spec: _Spec) -> tuple[float, float, float, float]:
+    return spec.scale, spec.softcap, spec.slope, 1 / (1 - spec.dropout)
+
+
+def _ready(extras: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    if not extras:
+        return (None,) * 5
+    bias, edge_key, edge_value, vector, table = extras
+    return (
+        bias,
+        None if edge_key is None else _rows(edge_key),
+        None if edge_value is None else _rows(edge_value),
+        None if vector is None else vector.contiguous(),
+        None if table is None else table.contiguous(),
+    )
+
+
+def _call(op: int, fields: list[int], tail: tuple[float, ...]) -> None:
+    if _checked().ga_run(_isa, op, _ARGS.pack(*fields, *tail)):
+        raise MemoryError("the native engine could not get the memory it needs")
+
+
+def _forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
+    q, k, v, extras = _rows(q), _rows(k), _rows(v), _ready(extras)
+    out = _like(q, v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=q.dtype)
+    if lse.numel():
+        _call(0, _head(spec, q, k, v, out, lse, extras, 0) + [0] * 31, _tail(spec))
+    return out, lse
+
+
+def _backward(
+    spec: _Spec,
+    g_out: Tensor,
+    g_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *extras: Tensor | None,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    shapes = [None if x is None else x.shape for x in extras]
+    q, k, v, g_out, ready = _rows(q), _rows(k), _rows(v), _rows(g_out), _ready(extras)
+    bias, edge_key, edge_value, vector, table = ready
+    graph = spec.graph
+    b, h, t, d = q.shape
+    bg, hg = graph.lead or (1, 1)
+    dq, dk, dv = _like(q, d), _like(k, d, zero=True), _like(v, v.shape[3], zero=True)
+    grads = [None if x is None or not n else torch.zeros(s, dtype=q.dtype) for x, n, s in zip(ready, needs[3:], shapes, strict=True)]
+    if lse.numel() == 0:
+        return dq, dk, dv, *grads
+    d_bias, d_key, d_value, _, _ = grads
+    over_b, over_h = b if bg == 1 else 1, h if hg == 1 else 1
+    shared = (
+        d_bias is not None
+        and ((over_b > 1 and d_bias.shape[0] == 1) or (over_h > 1 and d_bias.shape[1] == 1))
+        or any(x is not None and (over_b > 1 or (over_h > 1 and x.shape[1] == 1)) for x in (d_key, d_value))
+    )
+    d_vector = torch.zeros(_SLOTS, b * h, d, dtype=q.dtype) if grads[3] is not None else None
+    width = 1 if spec.position == 1 else table.shape[1] if table is not None else 0
+    d_table = torch.zeros(_SLOTS, b * h, width, dtype=q.dtype) if grads[4] is not None else None
+    delta = torch.empty_like(lse)
+    plain = _is_plain(spec, ready)
+    need_kv = needs[1] or needs[2]
+    splan = _source_plan(graph, plain) if need_kv else None
+    if g_lse is not None:
+        g_lse = g_lse.contiguous()
+    fields = _head(spec, q, k, v, out, lse, ready, 0 if splan is None else splan.data_ptr())
+    fields += (
+        *_place(g_out),
+        0 if g_lse is None else g_lse.data_ptr(),
+        *_place(dq),
+        *_place(dk),
+        *_place(dv),
+        0 if d_bias is None else d_bias.data_ptr(),
+        0 if d_bias is None or d_bias.shape[0] == 1 else d_bias.stride(0),
+        0 if d_bias is None or d_bias.shape[1] == 1 else d_bias.stride(1),
+        0 if d_key is None else d_key.data_ptr(),
+        0 if d_key is None else int(d_key.shape[1] > 1),
+        0 if d_value is None else d_value.data_ptr(),
+        0 if d_value is None else int(d_value.shape[1] > 1),
+        0 if d_vector is None else d_vector.data_ptr(),
+        0 if d_table is None else d_table.data_ptr(),
+        _SLOTS,
+        shared,
+        STASH,
+        delta.data_ptr(),
+        need_kv,
+    )
+    _call(1, fields, _tail(spec))
+    if d_vector is not None:
+        grads[3] = d_vector.view(_SLOTS, b, h, d).sum((0, 1))
+    if d_table is not None:
+        grads[4] = d_table.view(_SLOTS, b, h, width).sum((0, 1)).view(shapes[4])
+    return dq, dk, dv, *grads
