@@ -1,0 +1,226 @@
+"""Node classification: the same Head that trains a GPT, on a graph of papers.
+
+Shapes: N nodes, C features, E edges in edge order; features may be `(N, C)`, `(B, N, C)` on one shared graph, or
+`SparseFeatures`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .features import Projection, SparseFeatures, drop
+from .graph import Graph
+from .head import SCORES, Head
+
+BLOCKS = ("gat", "transformer")
+Features = Tensor | SparseFeatures
+
+
+class GATLayer(nn.Module):
+    """One layer of GAT (Velickovic et al. 2018, equations 4 to 6): heads concatenated, or averaged, plus a bias.
+
+    Args:
+        dim: width of the features.
+        head_dim, heads: width and number of heads.
+        concat: heads side by side, `heads * head_dim` wide; else their mean, `head_dim` wide.
+        score: "additive" (GAT), "gatv2" or "dot".
+        dropout: probability of dropping an edge.
+        edge_dim: width of edge features, which enter the score before its nonlinearity ("dot": keys and values).
+        residual: a learned projection of the features is added.
+    """
+
+    def __init__(
+        self, dim: int, head_dim: int, heads: int = 1, *, concat: bool = True, score: str = "additive",
+        dropout: float = 0.0, slope: float = 0.2, edge_dim: int | None = None, residual: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.head = _projected(Head(dim, head_dim, heads, score=score, dropout=dropout, slope=slope))
+        self.concat = concat
+        width = heads * head_dim if concat else head_dim
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.skip = Projection(dim, width, bias=False) if residual else None
+        self.edges = EdgeFeatures(edge_dim, self.head) if edge_dim is not None else None
+
+    def forward(self, x: Features, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
+        """`(..., N, dim)` to `(..., N, width)`; edge_features `(E, edge_dim)` in edge order."""
+        if self.edges is not None:
+            options |= self.edges(edge_features)
+        out = self.head(x, graph, **options)
+        if not self.concat:
+            out = out.unflatten(-1, (self.head.heads, self.head.head_dim)).mean(-2)
+        out = out + self.bias
+        return out if self.skip is None else out + self.skip(x)
+
+
+class GraphBlock(nn.Module):
+    """A transformer block on a graph: normalised attention, then a normalised two-layer network, each added to x.
+
+    Dwivedi and Bresson 2021, with the norms in front (Xiong et al. 2020).
+    """
+
+    def __init__(
+        self, dim: int, heads: int, *, score: str = "dot", dropout: float = 0.0, edge_dropout: float = 0.0,
+        edge_dim: int | None = None, expand: int = 2,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"the width must be a multiple of the number of heads, got {dim} and {heads}")
+        self.attention_norm, self.network_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.head = Head(dim, dim // heads, heads, score=score, bias=True, dropout=edge_dropout)
+        self.out = nn.Linear(dim, dim)
+        self.network = nn.Sequential(
+            nn.Linear(dim, expand * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(expand * dim, dim)
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.edges = EdgeFeatures(edge_dim, self.head) if edge_dim is not None else None
+
+    def forward(self, x: Tensor, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
+        """`(..., N, dim)` to the same; edge_features `(E, edge_dim)` in edge order."""
+        if self.edges is not None:
+            options |= self.edges(edge_features)
+        x = x + self.dropout(self.out(self.head(self.attention_norm(x), graph, **options)))
+        return x + self.dropout(self.network(self.network_norm(x)))
+
+
+class EdgeFeatures(nn.Module):
+    """Edge features as the options of `attend` that carry them, for a given head.
+
+    dot: added to keys and values (Shi et al. 2021, equation 3).  additive, gatv2: inside the score, before the leaky ReLU.
+    """
+
+    def __init__(self, edge_dim: int, head: Head) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.score = head.heads, head.head_dim, head.score
+        if head.kv_heads != head.heads:
+            raise ValueError(f"edge features need one key per query head, got {head.kv_heads} for {head.heads}")
+        self.project = Projection(edge_dim, self.heads * self.head_dim, bias=False)
+        if self.score == "additive":
+            self.vector = nn.Parameter(torch.empty(self.heads, self.head_dim))
+            nn.init.xavier_uniform_(self.vector)
+
+    def forward(self, edge_features: Tensor | None) -> dict[str, Tensor]:
+        if edge_features is None:
+            raise ValueError("this layer was built with edge_dim, so it needs edge_features (E, edge_dim) in edge order")
+        e = self.project(edge_features).unflatten(-1, (self.heads, self.head_dim))  # (E, heads, head_dim)
+        if self.score == "additive":
+            return {"edge_key": (e * self.vector).sum(-1, keepdim=True)}
+        return {"edge_key": e} if self.score == "gatv2" else {"edge_key": e, "edge_value": e}
+
+
+class NodeClassifier(nn.Module):
+    """A score per class for every node of a graph that is given with each call.
+
+    The defaults are GAT as published for Cora: 8 heads of 8, ELU, one output head, dropout 0.6 on features and edges.
+    PubMed: `out_heads=8`.  Self-loops exist only if the graph has them: pass `graph | ga.self_loops(n)` as GAT does.
+
+    Args:
+        features: width C of the node features; classes: number of outputs.
+        block: "gat" (layers of `GATLayer`, ELU between them) or "transformer" (`GraphBlock`s between a projection and
+            a normalised output layer).
+        layers: rounds of messages.
+        heads, head_dim: of every hidden layer, whose width is their product.
+        out_heads: heads averaged in the last GAT layer.
+        score: "additive", "gatv2" or "dot"; by default "additive" for gat and "dot" for transformer.
+        dropout: on the features that enter each layer; edge_dropout: on edges.
+        residual: GAT layers add a projection of their input.
+        edge_dim: width of edge features.
+    """
+
+    def __init__(
+        self, features: int, classes: int, *, block: str = "gat", layers: int = 2, heads: int = 8, head_dim: int = 8,
+        out_heads: int = 1, score: str | None = None, dropout: float = 0.6, edge_dropout: float = 0.6,
+        slope: float = 0.2, residual: bool = False, edge_dim: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if block not in BLOCKS:
+            raise ValueError(f"block must be one of {', '.join(BLOCKS)}; got {block!r}")
+        if score is None:
+            score = "additive" if block == "gat" else "dot"
+        if score not in SCORES:
+            raise ValueError(f"score must be one of {', '.join(SCORES)}; got {score!r}")
+        for name, n in (("features", features), ("classes", classes), ("layers", layers)):
+            if n < 1:
+                raise ValueError(f"{name} must be at least 1, got {n}")
+        for name, p in (("dropout", dropout), ("edge_dropout", edge_dropout)):
+            if not 0 <= p < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {p}")
+        self.block, self.dropout, self.features, self.classes = block, dropout, features, classes
+        width = heads * head_dim
+        if block == "gat":
+            made = []
+            for n in range(layers):
+                last = n == layers - 1
+                made.append(
+                    GATLayer(
+                        width if n else features, classes if last else head_dim, out_heads if last else heads,
+                        concat=not last, score=score, dropout=edge_dropout, slope=slope, edge_dim=edge_dim,
+                        residual=residual,
+                    )  # fmt: skip
+                )
+            self.layers = nn.ModuleList(made)
+        else:
+            self.enter = Projection(features, width)
+            self.layers = nn.ModuleList(
+                GraphBlock(width, heads, score=score, dropout=dropout, edge_dropout=edge_dropout, edge_dim=edge_dim)
+                for _ in range(layers)
+            )
+            self.leave = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
+
+    def forward(self, x: Features, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
+        """`(..., N, features)` to `(..., N, classes)`.
+
+        Args:
+            x: a tensor, or `SparseFeatures` `(N, features)`.
+            graph: `(N <- N)`; another one with every call, if you like.
+            edge_features: `(E, edge_dim)` in edge order (see `graphattn.edge_ids`), if built with edge_dim.
+            options: of `attend`: bias, softcap, seed, backend.
+        """
+        for _, out in self._rounds(x, graph, edge_features, options):
+            x = out
+        return self.leave(x) if self.block == "transformer" else x
+
+    def weights(self, x: Features, graph: Graph, edge_features: Tensor | None = None) -> list[Tensor]:
+        """Per layer the attention weight of every edge, `(..., heads, E)` in edge order, nothing dropped.
+
+        In the order of an edge list of yours: `weights[..., ga.edge_ids(graph, edge_index)]`.
+        """
+        training = self.training
+        self.eval()
+        try:
+            found = []
+            for layer, (given, _) in zip(self.layers, self._rounds(x, graph, edge_features, {}), strict=True):
+                edges = {} if layer.edges is None else layer.edges(edge_features)
+                edges.pop("edge_value", None)
+                found.append(layer.head.weights(given, graph, **edges))
+            return found
+        finally:
+            self.train(training)
+
+    def _rounds(self, x: Any, graph: Graph, edge_features: Tensor | None, options: dict[str, Any]) -> Any:
+        """For each layer, what its head reads and what the layer gives."""
+        if x.shape[-1] != self.features:
+            raise ValueError(f"x has {x.shape[-1]} features, this model was built for {self.features}")
+        seed = options.get("seed")
+        if self.block == "transformer":
+            x = F.dropout(F.gelu(self.enter(x)), self.dropout, self.training)
+        for n, layer in enumerate(self.layers):
+            # each layer drops edges of its own
+            mine = options if seed is None else options | {"seed": (seed + n * 0x9E3779B97F4A7C15) % 2**63}
+            if self.block == "gat":
+                x = drop(x if n == 0 else F.elu(x), self.dropout, self.training)
+            out = layer(x, graph, edge_features, **mine)
+            yield (x if self.block == "gat" else layer.attention_norm(x)), out
+            x = out
+
+
+def _projected(head: Head) -> Head:
+    """Projections that also take sparse features, with Glorot's initial weights."""
+    for name in ("value", "key", "query"):
+        old = getattr(head, name, None)
+        if old is not None:
+            setattr(head, name, Projection(old.in_features, old.out_features, bias=old.bias is not None))
+    return head
