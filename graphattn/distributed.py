@@ -1,0 +1,106 @@
+"""The processes of one run: one, or as many as torchrun started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, distributed, nn
+
+
+class World:
+    """Who else trains this run, and how to agree with them; with one process everything is immediate."""
+
+    def __init__(self, rank: int, size: int, device: torch.device):
+        self.rank, self.size, self.device = rank, size, device
+
+    @property
+    def first(self) -> bool:
+        """This process owns the run folder and speaks."""
+        return self.rank == 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def join(cls, device: str) -> Iterator[World]:
+        """The group torchrun describes in the environment, left again at the end.
+
+        Raises:
+            ValueError: a device that is not there.
+        """
+        size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        own = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        if size == 1:
+            yield cls(0, 1, own)
+            return
+        if own.type == "cuda":
+            torch.cuda.set_device(own)
+        distributed.init_process_group("nccl" if own.type == "cuda" else "gloo")
+        try:
+            yield cls(rank, size, own)
+        finally:
+            distributed.destroy_process_group()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Average gradients over the processes."""
+        if self.size == 1:
+            return model
+        return nn.parallel.DistributedDataParallel(model)
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self.size > 1:
+            distributed.all_reduce(x)
+        return x
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.sum(x) / self.size
+
+    def agree(self, number: int) -> int:
+        """The largest number any process has, so that all stop after the same step."""
+        if self.size == 1:
+            return number
+        x = torch.tensor([number], device=self.device)
+        distributed.all_reduce(x, distributed.ReduceOp.MAX)
+        return int(x)
+
+    def on_first(self, action: Callable[[], None] | None) -> None:
+        """Run `action` on the first process; all wait for it, and all fail if it fails."""
+        if self.size == 1:
+            assert action is not None
+            action()
+            return
+        error: BaseException | None = None
+        if self.first and action is not None:
+            try:
+                action()
+            except Exception as e:
+                error = e
+        failed = self.agree(int(error is not None))
+        if error is not None:
+            raise error
+        if failed:
+            raise Elsewhere("the first process could not go on")
+
+
+class Elsewhere(RuntimeError):
+    """Another process has failed and says why."""
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` is the first GPU (or this process's) if there is one."""
+    if name == "auto":
+        name = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = local_rank if device.index is None else device.index
+        if index >= count:
+            raise ValueError(f"--device {name}: this machine has {count} CUDA devices")
+        device = torch.device("cuda", index)
+    return device
