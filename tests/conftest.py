@@ -8,6 +8,8 @@ from pathlib import Path
 # two OpenMP threads that spin on a busy two-core machine can be ninety times slower than one
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MPLBACKEND", "Agg")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the parallelism
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
