@@ -71,7 +71,7 @@ def to_graphml(
 ) -> str:
     """GraphML, as `networkx.parse_graphml` and Gephi read it; what `networkx_of` says about nodes and attributes.
 
-    Characters that XML cannot hold are replaced by their pictures (NUL by "␀"); every other label is kept as it is.
+    Characters that XML cannot hold are replaced by their pictures (NUL by "^@"); every other label is kept as it is.
     Nodes of a rectangle are named "source 0" and "target 0".
     """
     import networkx as nx

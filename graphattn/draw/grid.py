@@ -9,7 +9,7 @@ import numpy as np
 
 from graphattn.draw import matrix, palette
 from graphattn.draw.picture import ARROW, draw_view
-from graphattn.draw.text import drawn, labels_of
+from graphattn.draw.text import drawn, labels_of, safe_fonts
 from graphattn.draw.view import View, edge_values, view_of
 from graphattn.graph import Graph
 
@@ -167,7 +167,7 @@ def _panels(
     ratio = min(max(t / s, 0.4), 2.5) if t and s else 1.0
     width = 8.0 if columns > 1 else 5.0
     panel = (width - 1.5) / columns
-    with mpl.rc_context({"text.usetex": False}):
+    with mpl.rc_context(safe_fonts(labels, source_labels, names, [title or ""])):
         figure = palette.new_figure(width, min(40.0, rows * (panel * ratio + (0.12 if sides else 0.4)) + 1.0))
         grid = figure.subplots(rows, columns, squeeze=False)
         small = panel < 1.6

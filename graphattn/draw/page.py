@@ -57,7 +57,7 @@ def to_html(
         w = weights.get(name) if isinstance(graphs, Mapping) and weights is not None else weights
         mine = labels.get(name) if isinstance(labels, Mapping) else labels
         theirs = source_labels.get(name) if isinstance(source_labels, Mapping) else source_labels
-        one, used = _one(name, layers, w, mine, theirs)
+        one, used = _one(name, layers, w, mine, theirs, shared=mine is labels and isinstance(graphs, Mapping))
         data.append(one)
         size += used
         if size > MAX_VALUES:
@@ -80,7 +80,10 @@ def to_html(
     return template.render(title=heading, policy=policy, payload=Markup(payload))
 
 
-def _one(name: str, layers: Layers, weights: Any, labels: Any, source_labels: Any) -> tuple[dict[str, Any], int]:
+def _one(
+    name: str, layers: Layers, weights: Any, labels: Any, source_labels: Any, shared: bool
+) -> tuple[dict[str, Any], int]:
+    """The data of one entry and how many numbers it holds; `shared` labels need not fit every graph."""
     if isinstance(layers, Graph):
         each, values = [layers], [weights]
     else:
@@ -101,7 +104,7 @@ def _one(name: str, layers: Layers, weights: Any, labels: Any, source_labels: An
         (labels, "labels", {n for g in each for n in (g.t, g.s)}),
         (source_labels, "source_labels", {g.s for g in each}),
     ):
-        if given is not None and len(given) not in fits:
+        if given is not None and len(given) not in fits and not shared:
             raise ValueError(f"{what} has {len(given)} entries, but {name!r} is {each[0]!r}")
     return {"name": visible(name), "title": repr(each[0]), "layers": out}, size
 

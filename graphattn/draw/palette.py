@@ -62,8 +62,7 @@ def scale(value: np.ndarray, vmin: float | None = None, vmax: float | None = Non
         vmax = vmin + 1.0
     # the light end stays apart from white: an edge of weight 0 is still an edge
     stops = ["#d9e6f2", "#9dc3e0", "#4f94c8", "#1f64a8", "#08306b"]
-    cmap = LinearSegmentedColormap.from_list("graphattn", stops)
-    cmap.set_bad(NO_EDGE)
+    cmap = LinearSegmentedColormap.from_list("graphattn", stops).with_extremes(bad=NO_EDGE)
     if vmin == 0 and value.size and float(np.median(value)) < 0.05 * vmax:
         return PowerNorm(0.5, vmin, vmax), cmap
     return Normalize(vmin, vmax), cmap

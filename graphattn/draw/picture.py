@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from graphattn.draw import arrows, layouts, matrix, palette
-from graphattn.draw.text import drawn, labels_of
+from graphattn.draw.text import columns, drawn, labels_of, safe_fonts
 from graphattn.draw.view import View, view_of
 from graphattn.graph import Graph
 
@@ -98,7 +98,7 @@ def draw_view(
     kind = _choose(graph, layout)
     if highlight is not None and not 0 <= highlight < graph.t:
         raise ValueError(f"highlight {highlight} is out of range: {graph!r} has {graph.t} targets")
-    with mpl.rc_context({"text.usetex": False}):
+    with mpl.rc_context(safe_fonts(target_labels, source_labels, [title or ""])):
         if kind == "matrix":
             ax = palette.new_axes(*_matrix_size(graph)) if ax is None else ax
             note = matrix.draw_matrix(
@@ -183,7 +183,8 @@ class _Scene:
     def size(self, view: View) -> tuple[float, float]:
         if self.kind != "line":
             return 7.2, 7.0
-        named = 0.0 if self.inside else 0.9
+        longest = 0 if self.inside else max(columns(drawn(x)) for x in self.target_labels)
+        named = 0.0 if self.inside else 0.35 + (0.085 * longest if longest > 3 else 0.0)
         return 8.0, min(10.0, 6.8 * sum(self.heights()) / max(len(self.target_at), 1) + 1.2 + named)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.draw import palette
-from graphattn.draw.text import columns, drawn
+from graphattn.draw.text import columns, drawn, safe_fonts
 from graphattn.draw.view import View, view_of
 from graphattn.graph import Graph
 
@@ -90,7 +90,7 @@ def draw_stack(
     counts = [graphs[0].s, *(g.t for g in graphs)]
     wide, edges = max(counts), sum(g.num_edges for g in graphs)
     strips = wide > MAX_NODES or edges > MAX_EDGES
-    with mpl.rc_context({"text.usetex": False}):
+    with mpl.rc_context(safe_fonts(labels, [title or ""])):
         if ax is None:
             width = 8.0 if strips or wide > 12 else max(5.0, 0.55 * wide + 1.6)
             ax = palette.new_axes(width, min(9.0, (0.9 if strips else 1.25) * len(counts) + 1.4))

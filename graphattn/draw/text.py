@@ -1,52 +1,54 @@
 """Labels are data: any string becomes one short line that shows what it holds and means nothing to the renderer.
 
-Tokens may hold `$`, quotes, newlines, escapes that reverse the text around them, emoji, or nothing at all.
+Tokens may hold `$`, quotes, newlines, marks that reverse the text around them, emoji, or nothing at all.
 """
 
 from __future__ import annotations
 
 import functools
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from graphattn.graph import Graph
 
-# what is drawn for characters that have no shape of their own
-_SIGN = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡", "\u00a0": "⍽", "\u00ad": "‧", "\u2028": "↵", "\u2029": "↵"}
 EMPTY = "∅"
+_SIGN = {"\n": "↵", "\t": "⇥", "\u00a0": "␣", "\u2028": "↵", "\u2029": "↵"}
+_JOINERS = "\u200d\ufe0e\ufe0f"  # they glue emoji together and have no shape of their own
+_MARKS = 3  # accents on one letter; more would climb over the lines above
 
 
 def visible(label: object, width: int | None = None) -> str:
-    """The label on one line, every character visible; cut in the middle of nothing, at `width` columns, with "…".
+    """The label on one line, every character visible, cut with "…" beyond `width` columns.
 
-    Control characters become their pictures (newline "↵", NUL "␀"), blanks at either end "␣", direction marks and
-    other invisible characters `<U+202E>`, the empty string "∅".
+    Newline is "↵", tab "⇥", other control characters in caret notation (NUL "^@", escape "^["), blanks at either end
+    "␣", direction marks and other invisible characters `<U+202E>`, the empty string "∅".
     """
     text = str(label)
-    if not text:
-        return EMPTY
-    if width is not None and len(text) > 8 * width:  # zero-width characters aside, the rest cannot be shown
-        text = text[: 8 * width]
-    out = []
+    if width is not None:
+        text = text[: 8 * width]  # a longer label is cut in any case
+    parts = ["◌"] if text and unicodedata.combining(text[0]) else []
+    first, last = len(text) - len(text.lstrip(" ")), len(text.rstrip(" "))
+    marks = 0
     for i, c in enumerate(text):
-        out.append(_shown(c, at_end=not text[:i].strip(" ") or not text[i:].strip(" ")) if c == " " else _shown(c))
-    if unicodedata.combining(text[0]):
-        out.insert(0, "◌")
-    return "".join(out) if width is None else _cut(out, width)
+        marks = marks + 1 if unicodedata.combining(c) else 0
+        if marks <= _MARKS and c not in _JOINERS:
+            parts.append("␣" if c == " " and not first <= i < last else _shown(c))
+    if not parts:
+        return EMPTY
+    return "".join(parts) if width is None else _cut(parts, width)
 
 
-def _shown(c: str, at_end: bool = False) -> str:
+def _shown(c: str) -> str:
     if c in _SIGN:
         return _SIGN[c]
-    if c == " ":
-        return "␣" if at_end else " "
-    if c < " ":
-        return chr(0x2400 + ord(c))
+    if c < " " or c == "\x7f":
+        return "^" + chr(ord(c) ^ 0x40)
     kind = unicodedata.category(c)
-    # Cc control, Cf direction and join marks, Cs lone surrogates, Co private, Cn unassigned, Zs other blanks
-    if kind in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and c != "\u200d":
+    # Cc control, Cf direction and other marks, Cs lone surrogate, Co private, Cn unassigned
+    if kind in ("Cc", "Cf", "Cs", "Co", "Cn"):
         return f"<U+{ord(c):04X}>"
-    return "␣" if kind == "Zs" else "" if c in "\u200d\ufe0e\ufe0f" else c
+    return "␣" if kind == "Zs" and c != " " else c
 
 
 def columns(text: str) -> int:
@@ -58,33 +60,62 @@ def _columns(c: str) -> int:
     return 0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
 
 
-def _cut(parts: list[str], width: int) -> str:
+def _cut(parts: Sequence[str], width: int) -> str:
+    sizes = [columns(p) for p in parts]
+    if sum(sizes) <= width:
+        return "".join(parts)
     used, kept = 0, []
-    for i, part in enumerate(parts):
-        used += columns(part)
-        if used > width or (used == width and any(columns(p) for p in parts[i + 1 :])):
-            return "".join(kept) + "…"
+    for part, size in zip(parts, sizes, strict=True):
+        used += size
+        if used > width - 1:
+            break
         kept.append(part)
-    return "".join(kept)
+    return "".join(kept) + "…"
+
+
+# ---------------------------------------------------------------------- matplotlib
 
 
 def drawn(label: object, width: int | None = 12) -> str:
-    """`visible`, and safe for matplotlib: no TeX, no glyph that the fonts at hand lack."""
-    text = _visual_order(visible(label, width))
-    fonts = _fonts()
-    text = "".join(c if _has_glyph(c, fonts) else f"<U+{ord(c):X}>" for c in text)
-    if width is not None and columns(text) > 2 * width:
-        text = _cut(list(text), 2 * width)
-    # matplotlib takes a pair of dollars for mathematics; an escaped one is always a dollar
+    """`visible`, and safe for matplotlib: no TeX, and no glyph that the fonts in use lack."""
+    import matplotlib as mpl
+
+    text = visible(label, width)
+    # before 3.11 matplotlib writes right-to-left text in reading order, left to right
+    old = tuple(int(x) for x in mpl.__version__.split(".")[:2]) < (3, 11)
+    if old and any(unicodedata.bidirectional(c) in ("R", "AL") for c in text):
+        text = text[::-1]
+    fonts = _paths(tuple(mpl.rcParams["font.family"]))
+    parts = [c if _has_glyph(c, fonts) else f"<U+{ord(c):X}>" for c in text]
+    text = "".join(parts) if width is None else _cut(parts, width)
+    # a pair of dollars would be mathematics; an escaped one never is
     return text.replace("$", r"\$")
 
 
-def _fonts() -> tuple[str, ...]:
+def safe_fonts(*labels: Iterable[object] | None) -> dict[str, Any]:
+    """Settings for `matplotlib.rc_context` under which the labels can be drawn: no TeX, and fonts that have the glyphs.
+
+    The user's fonts come first; for characters they lack, any installed font that has them is appended.
+    """
     import matplotlib as mpl
+
+    families = list(mpl.rcParams["font.family"])
+    have = _paths(tuple(families))
+    text = {c for some in labels if some is not None for label in some for c in visible(label, 40)}
+    missing = sorted(c for c in text if ord(c) > 0x7F and not _has_glyph(c, have))
+    for c in missing[:400]:
+        if not any(_has_glyph(c, _paths((f,))) for f in families):
+            found = _family_with(c)
+            families += [found] if found is not None else []
+    return {"text.usetex": False, "font.family": families}
+
+
+@functools.lru_cache(64)
+def _paths(families: tuple[str, ...]) -> tuple[str, ...]:
     from matplotlib import font_manager
 
-    families = mpl.rcParams["font.family"]
-    return tuple(font_manager.fontManager._find_fonts_by_props(font_manager.FontProperties(family=families)))  # type: ignore[attr-defined]
+    manager: Any = font_manager.fontManager
+    return tuple(manager._find_fonts_by_props(font_manager.FontProperties(family=list(families))))
 
 
 @functools.lru_cache(4096)
@@ -94,18 +125,28 @@ def _has_glyph(c: str, fonts: tuple[str, ...]) -> bool:
     return any(get_font(path).get_char_index(ord(c)) for path in fonts)
 
 
-@functools.lru_cache(1)
-def _renderer_orders() -> bool:
-    """matplotlib lays out right-to-left text itself since 3.11."""
-    import matplotlib as mpl
+@functools.lru_cache(1024)
+def _family_with(c: str) -> str | None:
+    from matplotlib.font_manager import fontManager
+    from matplotlib.ft2font import FT2Font
 
-    return tuple(int(x) for x in mpl.__version__.split(".")[:2]) >= (3, 11)
+    for entry in sorted(fontManager.ttflist, key=lambda e: (e.style != "normal", abs(_weight(e.weight) - 400), e.name)):
+        try:
+            # colour fonts hold bitmaps, which matplotlib cannot draw; the last resort is a box for every character
+            if not any(x in entry.name.lower() for x in ("emoji", "last resort")) and FT2Font(entry.fname).get_char_index(ord(c)):
+                return entry.name
+        except (OSError, RuntimeError):
+            continue
+    return None
 
 
-def _visual_order(text: str) -> str:
-    if _renderer_orders() or not any(unicodedata.bidirectional(c) in ("R", "AL") for c in text):
-        return text
-    return text[::-1]
+def _weight(weight: str | int) -> int:
+    from matplotlib.font_manager import weight_dict
+
+    return weight if isinstance(weight, int) else weight_dict.get(weight, 400)
+
+
+# ---------------------------------------------------------------------- labels of a graph
 
 
 def labels_of(
@@ -120,8 +161,10 @@ def labels_of(
     source = None if source_labels is None else [str(x) for x in source_labels]
     if source is None and graph.t == graph.s:
         source = target
-    for got, need, what in ((target, graph.t, "labels"), (source, graph.s, "source_labels")):
+    for got, need, what, side in (
+        (target, graph.t, "labels", "target"),
+        (source, graph.s, "source_labels", "source"),
+    ):
         if got is not None and len(got) != need:
-            side = "targets" if what == "labels" else "sources"
             raise ValueError(f"{what} has {len(got)} entries, but the graph is {graph!r}: it needs {need}, one per {side}")
     return target, source
