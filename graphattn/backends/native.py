@@ -433,3 +433,14 @@ def _backward(
     if d_table is not None:
         grads[4] = d_table.view(_SLOTS, b, h, width).sum((0, 1)).view(shapes[4])
     return dq, dk, dv, *grads
+
+
+def cost(call: Call) -> float:
+    """Seconds, from edges and width at the rates of one core times the threads; long runs go at the rate of tiles."""
+    graph = call.graph
+    width = call.q.shape[-1] + call.v.shape[-1]
+    edges = call.edge_work
+    long = graph.num_edges >= 16 * max(graph.num_runs, 1)
+    passes = 3.5 if call.needs_grad else 1.0
+    rate = 1.1e-11 if long and call.plain else 6e-11
+    return 12e-6 * passes + passes * edges * (rate * width + (1e-9 if long else 4e-9)) * 2 / torch.get_num_threads()
