@@ -115,10 +115,15 @@ def test_graphml_keeps_labels() -> None:
 
 
 def test_dot_is_one_statement_per_line() -> None:
-    for graph, labels, sources in ((ring(len(HOSTILE)), HOSTILE, None), (ga.bipartite(3, 5), HOSTILE[:3], HOSTILE[-5:])):
+    for graph, labels, sources in (
+        (ring(len(HOSTILE)), HOSTILE, None),
+        (ga.bipartite(3, 5), HOSTILE[:3], HOSTILE[-5:]),
+    ):
         text = to_dot(graph, torch.rand(graph.num_edges), labels, sources)
         lines = text.rstrip("\n").split("\n")
-        assert len(lines) == 4 + sum({graph.t, graph.s} if graph.t == graph.s else (graph.t, graph.s, 2)) + graph.num_edges
+        assert (
+            len(lines) == 4 + sum({graph.t, graph.s} if graph.t == graph.s else (graph.t, graph.s, 2)) + graph.num_edges
+        )
         for line in lines:
             assert DOT_STATEMENT.fullmatch(line), line
         text.encode("utf-8")

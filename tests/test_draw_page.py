@@ -83,7 +83,9 @@ def test_page_fetches_nothing_and_names_its_own_script_by_hash() -> None:
     text = to_html(ga.causal(3), labels=["</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "&"])
     p, data = parse(text)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
-    assert not any(set(attrs) & {"src", "href", "data", "action"} or tag in ("img", "link", "iframe") for tag, attrs in p.tags)
+    assert not any(
+        set(attrs) & {"src", "href", "data", "action"} or tag in ("img", "link", "iframe") for tag, attrs in p.tags
+    )
     assert [tag for tag, _ in p.tags].count("script") == 2
     policy = next(a["content"] for t, a in p.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy and "default-src 'none'" in policy and "unsafe" not in policy
@@ -173,7 +175,9 @@ def test_hovering_stepping_and_switching_in_a_browser(browser: Browser, tmp_path
     g = ga.window(6, 3)
     w = [softmax_rows(g, 3, seed) for seed in (1, 2)]
     page = tmp_path / "page.html"
-    page.write_text(to_html({"window": [g, g], "cross": ga.bipartite(2, 5)}, {"window": w}, {"window": "abcdef"}), "utf-8")
+    page.write_text(
+        to_html({"window": [g, g], "cross": ga.bipartite(2, 5)}, {"window": w}, {"window": "abcdef"}), "utf-8"
+    )
     browser.open(page)
     info = "return document.getElementById('info').textContent"
     count = "return document.querySelectorAll(arguments[0]).length"
@@ -202,7 +206,7 @@ def test_hovering_stepping_and_switching_in_a_browser(browser: Browser, tmp_path
 
     browser.click("#layer-up")
     browser.move_to(".item.target[data-index='5'] circle")
-    assert "through layers 0 to 1 it can be influenced by 5 of 6 inputs" in browser.js(info)
+    assert "through layers 1 to 2 it can be influenced by 5 of 6 inputs" in browser.js(info)
 
     browser.move_to("#canvas", 5, 5)  # from its middle, the corner of four cells, into row 3, column 3
     assert "target d reads source d" in browser.js(info)

@@ -9,7 +9,7 @@ import numpy as np
 
 from graphattn.draw import matrix, palette
 from graphattn.draw.picture import ARROW, draw_view
-from graphattn.draw.text import drawn, labels_of, safe_fonts
+from graphattn.draw.text import drawn, drawn_title, labels_of, safe_fonts
 from graphattn.draw.view import View, edge_values, view_of
 from graphattn.graph import Graph
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_ROWS, MAX_COLUMNS = 16, 16
+MAX_PANELS = 36  # axes of their own, a tenth of a second each; more become tiles of one picture
 
 
 def draw_grid(
@@ -96,7 +97,7 @@ def draw_attention(
         graphs: one per layer, or one for all.
         weights: one entry per layer, `(H, E)`, `(1, H, E)` or `(E,)` in edge order, as `head.weights` returns them.
         source_tokens: `T_kv` labels of the sources, for cross-attention.
-        layers, heads: which of them, by index from 0; all by default.
+        layers, heads: which of them; all by default.  Layers count from 1, as in `find_leak`; heads are indices.
         layout: as in `draw`; "matrix" and "columns" suit small panels.
         vmax: the darkest weight; 1 by default, so that pictures compare; None for the largest weight shown.
     Returns:
@@ -109,33 +110,39 @@ def draw_attention(
         raise ValueError(f"weights has {len(weights)} layers, but there are {len(each)} graphs: one for each")
     if not each:
         raise ValueError("draw_attention needs at least one layer")
-    pick_layers = list(range(len(each))) if layers is None else list(layers)
+    pick_layers = list(range(1, len(each) + 1)) if layers is None else list(layers)
     views: list[list[View]] = []
     count = 0
     for k in pick_layers:
-        if not 0 <= k < len(each):
-            raise ValueError(f"layer {k} is out of range: there are {len(each)}, numbered from 0")
-        values = edge_values(each[k], weights[k])
-        n = max(values.shape[1], (each[k].lead or (1, 1))[1])
-        if values.shape[0] > 1 or (each[k].lead or (1, 1))[0] > 1:
-            raise ValueError(f"layer {k} holds a batch of {values.shape[0]}: choose one, weights[k][b] or graph.select")
+        if not 1 <= k <= len(each):
+            raise ValueError(f"layer {k} is out of range: there are {len(each)}, numbered from 1")
+        graph, weight = each[k - 1], weights[k - 1]
+        values, lead = edge_values(graph, weight), graph.lead or (1, 1)
+        n, samples = max(values.shape[1], lead[1]), max(values.shape[0], lead[0])
+        if samples > 1:
+            raise ValueError(
+                f"layer {k} holds a batch of {samples}: choose one, weights[{k - 1}][b] or graph.select(b)"
+            )
         pick = list(range(n)) if heads is None else list(heads)
         for h in pick:
             if not 0 <= h < n:
                 raise ValueError(f"head {h} is out of range: layer {k} has {n}, numbered from 0")
         count = max(count, len(pick))
-        views.append([view_of(each[k], weights[k], None, h) for h in pick])
+        views.append([view_of(graph, weight, None, h) for h in pick])
     rows, columns = len(views), count
     if rows > MAX_ROWS or columns > MAX_COLUMNS or not rows or not columns:
         raise ValueError(
             f"{rows} layers x {columns} heads cannot be read in one picture: choose 1 to {MAX_ROWS} with layers=[...] "
-            f"and 1 to {MAX_COLUMNS} with heads=[...], or write the interactive page with export(\"page.html\", ...)"
+            f'and 1 to {MAX_COLUMNS} with heads=[...], or write the interactive page with export("page.html", ...)'
         )
     flat: list[View | None] = []
     for line in views:
         flat += [*line, *([None] * (columns - len(line)))]
     names = [f"head {h}" for h in (range(columns) if heads is None else heads)]
     sides = [f"layer {k}" for k in pick_layers]
+    shapes = {v.graph.shape for line in views for v in line}
+    if layout == "matrix" and rows * columns > MAX_PANELS and len(shapes) == 1 and max(next(iter(shapes))) <= 256:
+        return _mosaic(views, names, sides, title, vmax)
     return _panels(flat, names, rows, columns, tokens, source_tokens, layout, title, vmax, sides)
 
 
@@ -180,9 +187,7 @@ def _panels(
             lowest = k + columns >= len(views) or views[k + columns] is None
             if layout == "matrix":
                 tl, sl = labels_of(view.graph, labels, source_labels)
-                matrix.draw_matrix(
-                    ax, view, tl, sl, scale=lambda _: (norm, cmap), color_bar=False, compact=True
-                )
+                matrix.draw_matrix(ax, view, tl, sl, scale=lambda _: (norm, cmap), color_bar=False, compact=True)
                 if not named:
                     _few_ticks(ax, view, small)
                 alike = sides is not None or len({v.graph.shape for v in shown}) == 1
@@ -193,8 +198,15 @@ def _panels(
                     ax.set_xlabel("")
                     ax.set_xticklabels([])
             else:
-                draw_view(view, layout, ax, *labels_of(view.graph, labels, source_labels), scale=lambda _: (norm, cmap),
-                          color_bar=False, compact=True)
+                draw_view(
+                    view,
+                    layout,
+                    ax,
+                    *labels_of(view.graph, labels, source_labels),
+                    scale=lambda _: (norm, cmap),
+                    color_bar=False,
+                    compact=True,
+                )
             size = 9 if panel > 1.1 else 6.5
             ax.set_title(names[k] if sides is None else names[column] if row == 0 else "", fontsize=size)
             if sides is not None and column == 0:
@@ -203,20 +215,67 @@ def _panels(
         if values:
             from matplotlib.cm import ScalarMappable
 
-            bar = figure.colorbar(ScalarMappable(norm, cmap), ax=grid, shrink=min(1.0, 2.2 / rows + 0.25), fraction=0.03,
-                                  pad=0.01, aspect=25)
+            bar = figure.colorbar(
+                ScalarMappable(norm, cmap),
+                ax=grid,
+                shrink=min(1.0, 2.2 / rows + 0.25),
+                fraction=0.03,
+                pad=0.01,
+                aspect=25,
+            )
             bar.set_label(palette.bar_label(norm, shown[0].measure), fontsize=9)
             bar.ax.tick_params(labelsize=8)
             bar.outline.set_edgecolor(palette.FAINT)  # type: ignore[operator]
         if title is not None:
-            figure.suptitle(drawn(title, 90), fontsize=12)
+            figure.suptitle(drawn_title(title), fontsize=12)
         if layout != "matrix":
-            figure.supxlabel("arrow: source (left) → target that reads it (right)" if layout == "columns" else ARROW, fontsize=9)
+            figure.supxlabel(
+                "arrow: source (left) → target that reads it (right)" if layout == "columns" else ARROW, fontsize=9
+            )
+    return figure
+
+
+def _mosaic(
+    views: Sequence[Sequence[View]], names: Sequence[str], sides: Sequence[str], title: str | None, vmax: float | None
+) -> Figure:
+    """All heads and layers as tiles of one image."""
+    import matplotlib as mpl
+
+    t, s = views[0][0].graph.shape
+    rows, columns, gap = len(views), max(len(line) for line in views), max(1, round(max(t, s) / 12))
+    high, wide = t + gap, s + gap
+    image = np.ma.masked_all((rows * high - gap, columns * wide - gap))
+    for r, line in enumerate(views):
+        for c, view in enumerate(line):
+            image[r * high : r * high + t, c * wide : c * wide + s] = matrix.cells(view)
+    norm, cmap = palette.scale(image.compressed(), None, vmax)
+    with mpl.rc_context(safe_fonts([title or ""])):
+        figure = palette.new_figure(8.0, min(12.0, 6.6 * image.shape[0] / image.shape[1] + 1.2))
+        ax = figure.add_subplot()
+        ax.imshow(image, cmap=cmap, norm=norm, interpolation="antialiased")
+        for r in range(rows):
+            for c in range(columns):
+                frame = (c * wide - 0.5, r * high - 0.5)
+                ax.add_patch(mpl.patches.Rectangle(frame, s, t, fill=False, edgecolor=palette.FAINT, linewidth=0.6))
+        short = [n.removeprefix("head ") for n in names]
+        ax.set_xticks([c * wide + (s - 1) / 2 for c in range(columns)], short, fontsize=9)
+        ax.set_yticks([r * high + (t - 1) / 2 for r in range(rows)], sides, fontsize=9)
+        ax.tick_params(length=0, top=False, labeltop=True, labelbottom=False)
+        for edge in ax.spines.values():
+            edge.set_visible(False)
+        ax.set_title("head", fontsize=10)
+        ax.set_xlabel(f"within a tile: {s} sources from left to right, {t} targets from top to bottom", fontsize=9)
+        palette.color_bar(ax, norm, cmap, views[0][0].measure.split(",")[0])
+        if title is not None:
+            figure.suptitle(drawn_title(title), fontsize=12)
     return figure
 
 
 def _few_ticks(ax: Any, view: View, small: bool) -> None:
     """First and last number only: token names would overlap at this size."""
     for put, n in ((ax.set_xticks, view.graph.s), (ax.set_yticks, view.graph.t)):
-        put([0, n - 1] if n > 1 else [0] if n else [], fontsize=6 if small else 7,
-            labels=["0", str(n - 1)] if n > 1 else ["0"] if n else [])
+        put(
+            [0, n - 1] if n > 1 else [0] if n else [],
+            fontsize=6 if small else 7,
+            labels=["0", str(n - 1)] if n > 1 else ["0"] if n else [],
+        )

@@ -87,7 +87,9 @@ def draw_matrix(
     graph = view.graph
     t, s = graph.t, graph.s
     if t == 0 or s == 0:
-        ax.text(0.5, 0.5, f"{t} targets, {s} sources:\nno cell to draw", ha="center", va="center", transform=ax.transAxes)
+        ax.text(
+            0.5, 0.5, f"{t} targets, {s} sources:\nno cell to draw", ha="center", va="center", transform=ax.transAxes
+        )
         ax.set_xticks([])
         ax.set_yticks([])
         _axes_names(ax, compact)
@@ -113,7 +115,7 @@ def draw_matrix(
         else:
             norm, cmap = scale(data.compressed())
             label = view.measure
-    ax.imshow(data, cmap=cmap, norm=norm, origin="upper", interpolation="nearest", extent=extent, aspect="equal")
+    ax.imshow(data, cmap=cmap, norm=norm, origin="upper", interpolation="antialiased", extent=extent, aspect="equal")
     ax.set_xlim(-0.5, s - 0.5)
     ax.set_ylim(t - 0.5, -0.5)
     limit = 24 if compact else MAX_NAMED

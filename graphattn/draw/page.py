@@ -95,8 +95,10 @@ def _one(
     size = 0
     out = []
     for k, (graph, w) in enumerate(zip(each, values, strict=True)):
-        layer, used = _layer(graph.to("cpu"), w, f"layer {k} of {name!r}")
-        layer["targets"] = _fitting(labels, graph.t) or (graph.t == graph.s and _fitting(source_labels, graph.s)) or None
+        layer, used = _layer(graph.to("cpu"), w, f"layer {k + 1} of {name!r}")
+        layer["targets"] = (
+            _fitting(labels, graph.t) or (graph.t == graph.s and _fitting(source_labels, graph.s)) or None
+        )
         layer["sources"] = _fitting(source_labels, graph.s) or _fitting(labels, graph.s) or None
         out.append(layer)
         size += used

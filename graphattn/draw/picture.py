@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from graphattn.draw import arrows, layouts, matrix, palette
-from graphattn.draw.text import columns, drawn, labels_of, safe_fonts
+from graphattn.draw.text import columns, drawn, drawn_title, labels_of, safe_fonts
 from graphattn.draw.view import View, view_of
 from graphattn.graph import Graph
 
@@ -111,7 +111,7 @@ def draw_view(
             ax = palette.new_axes(*scene.size(view)) if ax is None else ax
             _draw_scene(ax, view, scene, highlight, scale, color_bar, compact)
             note = scene.note
-        name = repr(graph) if title is None else drawn(title, 80)
+        name = repr(graph) if title is None else drawn_title(title)
         small = ", ".join(x for x in (view.shown, note) if x)
         ax.set_title("\n".join(x for x in (name, small) if x), fontsize=8 if compact else 11, color=palette.INK)
     return ax

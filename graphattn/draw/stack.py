@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.draw import palette
-from graphattn.draw.text import columns, drawn, safe_fonts
+from graphattn.draw.text import columns, drawn, drawn_title, safe_fonts
 from graphattn.draw.view import View, view_of
 from graphattn.graph import Graph
 
@@ -112,7 +112,7 @@ def draw_stack(
         words = f"{len(graphs)} layers, {edges:,} edges"
         if lit is not None:
             words += f": target {target} sees {int(lit[0].sum()):,} of {counts[0]:,} inputs"
-        ax.set_title(words if title is None else drawn(title, 80), fontsize=11)
+        ax.set_title(words if title is None else drawn_title(title), fontsize=11)
     return ax
 
 
@@ -130,7 +130,9 @@ def _nodes_and_edges(
     top = max((float(v.value.max()) for v in views if v.value is not None and v.value.numel()), default=1.0) or 1.0
     for k, view in enumerate(views):
         target, source = (x.numpy() for x in view.edges())
-        ends = np.stack([np.stack([source, np.full(len(source), k)], 1), np.stack([target, np.full(len(target), k + 1)], 1)], 1)
+        ends = np.stack(
+            [np.stack([source, np.full(len(source), k)], 1), np.stack([target, np.full(len(target), k + 1)], 1)], 1
+        )
         on = np.zeros(len(target), dtype=bool) if lit is None else lit[k + 1].numpy()[target]
         width = np.full(len(target), 1.3) if view.value is None else 0.3 + 3.0 * view.value.numpy().clip(0) / top
         if lit is None:
@@ -148,18 +150,34 @@ def _nodes_and_edges(
             ax.add_collection(LineCollection(list(stay[~keep]), colors=palette.FAINT, zorder=1, **style))
             color = palette.EDGE if lit is None else palette.SOURCE
             ax.add_collection(LineCollection(list(stay[keep]), colors=color, zorder=2, **style))
-    size = min(260.0, 9000.0 / wide)
+    size = min(260.0, 9000.0 / max(wide, 1))
     for level, n in enumerate(counts):
         at = np.arange(n)
         on = np.zeros(n, dtype=bool) if lit is None else lit[level].numpy()
         last = lit is not None and level == len(counts) - 1
         face = np.where(on, palette.TARGET if last else palette.SOURCE, palette.NODE)
         # a lit node is larger as well as darker: the figure survives a grey printer
-        ax.scatter(at, np.full(n, level), s=np.where(on, size * 1.25, size), c=face, edgecolors=palette.INK,
-                   linewidths=0.8, zorder=3)
+        ax.scatter(
+            at,
+            np.full(n, level),
+            s=np.where(on, size * 1.25, size),
+            c=face,
+            edgecolors=palette.INK,
+            linewidths=0.8,
+            zorder=3,
+        )
         if labels is None and wide <= 20:
             for i in range(n):
-                ax.text(i, level, str(i), ha="center", va="center", fontsize=8, zorder=4, color="white" if on[i] else palette.INK)
+                ax.text(
+                    i,
+                    level,
+                    str(i),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    zorder=4,
+                    color="white" if on[i] else palette.INK,
+                )
     _bottom_labels(ax, counts[0], labels)
 
 

@@ -92,6 +92,11 @@ def drawn(label: object, width: int | None = 12) -> str:
     return text.replace("$", r"\$")
 
 
+def drawn_title(title: object) -> str:
+    """`drawn`, line by line."""
+    return "\n".join(drawn(line, 90) if line else "" for line in str(title).split("\n"))
+
+
 def safe_fonts(*labels: Iterable[object] | None) -> dict[str, Any]:
     """Settings for `matplotlib.rc_context` under which the labels can be drawn: no TeX, and fonts that have the glyphs.
 
@@ -133,7 +138,9 @@ def _family_with(c: str) -> str | None:
     for entry in sorted(fontManager.ttflist, key=lambda e: (e.style != "normal", abs(_weight(e.weight) - 400), e.name)):
         try:
             # colour fonts hold bitmaps, which matplotlib cannot draw; the last resort is a box for every character
-            if not any(x in entry.name.lower() for x in ("emoji", "last resort")) and FT2Font(entry.fname).get_char_index(ord(c)):
+            if not any(x in entry.name.lower() for x in ("emoji", "last resort")) and FT2Font(
+                entry.fname
+            ).get_char_index(ord(c)):
                 return entry.name
         except (OSError, RuntimeError):
             continue
@@ -166,5 +173,7 @@ def labels_of(
         (source, graph.s, "source_labels", "source"),
     ):
         if got is not None and len(got) != need:
-            raise ValueError(f"{what} has {len(got)} entries, but the graph is {graph!r}: it needs {need}, one per {side}")
+            raise ValueError(
+                f"{what} has {len(got)} entries, but the graph is {graph!r}: it needs {need}, one per {side}"
+            )
     return target, source

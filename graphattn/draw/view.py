@@ -40,7 +40,9 @@ def view_of(
         ValueError: weights that do not fit the graph or are not finite; an index out of range.
     """
     if not isinstance(graph, Graph):
-        raise TypeError(f"draw takes a Graph, got {type(graph).__name__}: build one with ga.from_mask, ga.from_edge_index, ...")
+        raise TypeError(
+            f"draw takes a Graph, got {type(graph).__name__}: build one with ga.from_mask, ga.from_edge_index, ..."
+        )
     graph = graph.to("cpu")
     value = None if weights is None else edge_values(graph, weights)
     owned = graph.lead or (1, 1)
@@ -76,7 +78,9 @@ def _without_lead(graph: Graph, value: Tensor | None, picks: list[int | None]) -
     rows = rows if picks[1] is None or h == 1 else rows[:, picks[1] : picks[1] + 1]
     n = rows.shape[0] * rows.shape[1]
     if n == 0:
-        return Graph.from_keys(torch.zeros(0, dtype=torch.int64), (graph.t, graph.s)), None if value is None else value[:0]
+        return Graph.from_keys(torch.zeros(0, dtype=torch.int64), (graph.t, graph.s)), None if value is None else value[
+            :0
+        ]
     flat = rows.reshape(-1)
     if value is not None and flat.numel() != graph.rows:
         ptr = graph.edge_ptr()
