@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "graph": "Graph",
     "patterns": "full causal band window prefix bipartite self_loops empty padding disjoint stack "
-    "dilated strided fixed global_tokens random_regular bigbird blocks block_causal neighborhood tree_ancestors "
+    "dilated strided fixed global_tokens random_regular bigbird block_sparse block_causal neighborhood tree_ancestors "
     "shared_prefix encoder_decoder expander k_hop shifted_window documents",
     "convert": "from_mask to_mask from_additive to_additive from_edge_index to_edge_index edge_ids from_csr to_csr "
     "from_scipy to_scipy from_networkx to_networkx from_pyg to_pyg from_predicate to_predicate from_block_mask "

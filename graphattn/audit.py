@@ -257,7 +257,9 @@ def find_leak(
                 raise ValueError(f"{name} has {x.shape[0]} samples, the layers have {samples}")
             samples = x.shape[0]
     if label is not None and label.size and (label.min() < -1 or label.max() >= t):
-        raise ValueError(f"labels span {label.min()}..{label.max()}, but there are {t} sources: each needs -1 <= label < {t}")
+        raise ValueError(
+            f"labels span {label.min()}..{label.max()}, but there are {t} sources: each needs -1 <= label < {t}"
+        )
     found: Leak | None = None
     shared: list[_Layer] | None = None
     for b in range(max(samples, 1)):
@@ -316,7 +318,9 @@ def _of(x: np.ndarray | None, b: int) -> np.ndarray | None:
 _Hit = tuple[int, int, int, tuple[Hop, ...]]
 
 
-def _offset_leak(layers: list[_Layer], value: np.ndarray, rows: np.ndarray, offset: int, most: int | None) -> _Hit | None:
+def _offset_leak(
+    layers: list[_Layer], value: np.ndarray, rows: np.ndarray, offset: int, most: int | None
+) -> _Hit | None:
     """One number per node is exact: the largest source reached decides `source >= target + offset`."""
     goal = rows + offset
     reach = value
@@ -340,7 +344,9 @@ def _offset_leak(layers: list[_Layer], value: np.ndarray, rows: np.ndarray, offs
     return _hit(path if path is not None else _path(layers, beyond, target, h), target, target + offset)
 
 
-def _label_leak(layers: list[_Layer], value: np.ndarray, rows: np.ndarray, label: np.ndarray, most: int | None) -> _Hit | None:
+def _label_leak(
+    layers: list[_Layer], value: np.ndarray, rows: np.ndarray, label: np.ndarray, most: int | None
+) -> _Hit | None:
     rows = rows[label[rows] >= 0]
     rows = rows[value[label[rows]] >= 0]
     goal = label[rows]

@@ -83,7 +83,9 @@ def causal(t: int, s: int | None = None, align: Literal["start", "end"] | None =
     if align not in (None, "start", "end"):
         raise ValueError(f'align must be "start" or "end", got {align!r}')
     if s != t and align is None:
-        raise ValueError(f'causal({t}, {s}) is a rectangle: say align="start" (j <= i) or align="end" (j <= i + {s - t})')
+        raise ValueError(
+            f'causal({t}, {s}) is a rectangle: say align="start" (j <= i) or align="end" (j <= i + {s - t})'
+        )
     stop = torch.arange(1, t + 1)
     if align == "end":
         stop += s - t
@@ -215,7 +217,9 @@ def stack(graphs: Iterable[Graph], axis: Literal["batch", "head"]) -> Graph:
     if len(sizes) > 1:
         raise ValueError(f"stack along {axis}: the other leading axis is {sorted(sizes)}, which does not broadcast")
     n = sizes.pop() if sizes else 1
-    parts = [g.expand(lead[0], n) if axis == "batch" else g.expand(n, lead[1]) for g, lead in zip(graphs, leads, strict=True)]
+    parts = [
+        g.expand(lead[0], n) if axis == "batch" else g.expand(n, lead[1]) for g, lead in zip(graphs, leads, strict=True)
+    ]
     rows = sum(g.rows for g in parts)
     indptr, runs = [torch.zeros(1, dtype=torch.int64, device=first.device)], 0
     for g in parts:
@@ -357,8 +361,10 @@ def expander(t: int, degree: int, seed: int) -> Graph:
     return Graph.from_keys(torch.cat(keys), (t, t), owned=True) - self_loops(t)
 
 
-def bigbird(t: int, block: int, *, window: int = 3, global_blocks: int = 2, random_blocks: int = 3, seed: int = 0) -> Graph:
-    """blocks(band | global | random): BigBird in its block form (Zaheer et al. 2020, ITC).
+def bigbird(
+    t: int, block: int, *, window: int = 3, global_blocks: int = 2, random_blocks: int = 3, seed: int = 0
+) -> Graph:
+    """block_sparse(band | global | random): BigBird in its block form (Zaheer et al. 2020, ITC).
 
     Args:
         block: tokens per block; the last may be shorter.
@@ -370,13 +376,15 @@ def bigbird(t: int, block: int, *, window: int = 3, global_blocks: int = 2, rand
         raise ValueError(f"window must be an odd number of blocks, got {window}")
     n = -(-t // block)
     near = band(n, window // 2, window // 2) | global_tokens(n, range(min(global_blocks, n)))
-    return blocks(near | random_regular(n, min(random_blocks, max(n - 1, 0)), seed), _block_sizes(t, block))
+    return block_sparse(near | random_regular(n, min(random_blocks, max(n - 1, 0)), seed), _block_sizes(t, block))
 
 
 # ---------------------------------------------------------------------- blocks
 
 
-def blocks(graph: Graph, sizes: int | Tensor | Sequence[int], source_sizes: Tensor | Sequence[int] | None = None) -> Graph:
+def block_sparse(
+    graph: Graph, sizes: int | Tensor | Sequence[int], source_sizes: Tensor | Sequence[int] | None = None
+) -> Graph:
     """block(j) -> block(i) is an edge of `graph`: every node becomes a block of tokens (block-sparse attention).
 
     Args:
@@ -394,20 +402,18 @@ def blocks(graph: Graph, sizes: int | Tensor | Sequence[int], source_sizes: Tens
             raise ValueError(f"{n} sizes given for the {have} {what} blocks of {graph!r}")
     at = _starts(cols)
     lead = graph.lead[0] * graph.lead[1] if graph.lead else 1
-    coarse = Graph._from_pieces(
-        graph.run_row(), at[graph.start], at[graph.stop], (*graph.lead, graph.t, int(at[-1]))
-    )
+    coarse = Graph._from_pieces(graph.run_row(), at[graph.start], at[graph.stop], (*graph.lead, graph.t, int(at[-1])))
     row = torch.arange(lead * graph.t, device=graph.device).repeat_interleave(rows.repeat(lead))
     runs = int((coarse.indptr.diff() * rows.repeat(lead)).sum())
     if runs > LIMIT:
-        raise ValueError(f"blocks of {graph!r} would have {runs:,} runs, over the limit of {LIMIT:,}")
+        raise ValueError(f"block_sparse of {graph!r} would have {runs:,} runs, over the limit of {LIMIT:,}")
     return coarse._gather_rows(row, (*graph.lead, int(rows.sum()), int(at[-1])))
 
 
 def block_causal(sizes: Tensor | Sequence[int]) -> Graph:
     """block(j) <= block(i): causal between blocks, full inside (frames of a video, block diffusion, VAR's scales)."""
     n = _lengths(sizes, "sizes")
-    return blocks(causal(n.numel()), n)
+    return block_sparse(causal(n.numel()), n)
 
 
 def _block_sizes(t: int, block: int) -> Tensor:
@@ -505,7 +511,9 @@ def tree_ancestors(parent: Tensor | Sequence[int]) -> Graph:
     up = up.to(torch.int64)
     t = up.numel()
     if t and (int(up.min()) < -1 or int(up.max()) >= t):
-        raise ValueError(f"parents span {int(up.min())}..{int(up.max())}, but there are {t} nodes: each needs -1 <= parent < {t}")
+        raise ValueError(
+            f"parents span {int(up.min())}..{int(up.max())}, but there are {t} nodes: each needs -1 <= parent < {t}"
+        )
     # depth by levels; a node's runs are its parent's and itself
     depth = torch.full((t,), -1)
     level, at = (up < 0).nonzero().squeeze(1), 0
@@ -513,7 +521,11 @@ def tree_ancestors(parent: Tensor | Sequence[int]) -> Graph:
     children = torch.searchsorted(up[order], torch.arange(t + 1))
     begin = torch.zeros(t, dtype=torch.int64)  # where a node's runs lie in what was made so far
     length = torch.zeros(t, dtype=torch.int64)
-    starts, stops, made = torch.zeros(max(2 * t, 16), dtype=torch.int64), torch.zeros(max(2 * t, 16), dtype=torch.int64), 0
+    starts, stops, made = (
+        torch.zeros(max(2 * t, 16), dtype=torch.int64),
+        torch.zeros(max(2 * t, 16), dtype=torch.int64),
+        0,
+    )
     while level.numel():
         depth[level] = at
         above = up[level].clamp(min=0)
@@ -525,7 +537,9 @@ def tree_ancestors(parent: Tensor | Sequence[int]) -> Graph:
             starts, stops = torch.cat([starts, torch.zeros_like(starts)]), torch.cat([stops, torch.zeros_like(stops)])
         # canonical per level: the new node joins a run it touches, which keeps a chain at one run per node
         owner = torch.cat([torch.arange(level.numel()).repeat_interleave(count), torch.arange(level.numel())])
-        pick = (begin[above] - (torch.cumsum(count, 0) - count)).repeat_interleave(count) + torch.arange(total - level.numel())
+        pick = (begin[above] - (torch.cumsum(count, 0) - count)).repeat_interleave(count) + torch.arange(
+            total - level.numel()
+        )
         piece = Graph._from_pieces(
             owner, torch.cat([starts[pick], level]), torch.cat([stops[pick], level + 1]), (level.numel(), t)
         )
@@ -537,7 +551,9 @@ def tree_ancestors(parent: Tensor | Sequence[int]) -> Graph:
         offset = (children[level] - (torch.cumsum(width, 0) - width)).repeat_interleave(width)
         level, at = order[offset + torch.arange(offset.numel())], at + 1
     if t and int(depth.min()) < 0:
-        raise ValueError(f"node {int((depth < 0).nonzero()[0])} is on or below a cycle: parents must lead to a root, -1")
+        raise ValueError(
+            f"node {int((depth < 0).nonzero()[0])} is on or below a cycle: parents must lead to a root, -1"
+        )
     indptr = _starts(length)
     pick = (begin - indptr[:-1]).repeat_interleave(length) + torch.arange(int(indptr[-1]))
     return Graph._new(indptr, starts[pick], stops[pick], (t, t))
@@ -593,6 +609,8 @@ def _ragged(count: Tensor, what: str) -> tuple[Tensor, Tensor]:
     """`(owner, k)`: k = 0 .. count[owner] - 1 for each owner in turn."""
     total = int(count.sum())
     if total > LIMIT:
-        raise ValueError(f"{what} would have {total:,} runs ({total * 16 / 2**30:.0f} GiB), over the limit of {LIMIT:,}")
+        raise ValueError(
+            f"{what} would have {total:,} runs ({total * 16 / 2**30:.0f} GiB), over the limit of {LIMIT:,}"
+        )
     owner = torch.arange(count.numel()).repeat_interleave(count)
     return owner, torch.arange(total) - (torch.cumsum(count, 0) - count)[owner]
