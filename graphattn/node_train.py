@@ -145,7 +145,7 @@ def fit(
     train, val, test = (m[split].nonzero().squeeze(1) for m in (data.train, data.val, data.test))
     best_metric, best_loss, kept, kept_epoch, waited = -math.inf, math.inf, None, 0, 0
     epoch = 0
-    bar = tqdm(range(1, recipe.epochs + 1), disable=not progress, leave=False, desc=f"{data.name} seed {seed}")
+    bar = tqdm(range(1, recipe.epochs + 1), disable=None if progress else True, leave=False, desc=f"{data.name} seed {seed}")
     for epoch in bar:
         model.train()
         loss = _loss(model, x, graph, data.y, train, recipe, backend)
