@@ -1,4 +1,4 @@
-"""Pictures show the graph that was given: what is drawn equals the mask, arrows point to the reader, sizes are named."""
+"""Pictures show the graph that was given: what is drawn equals the mask, arrows point to the reader."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_networkx_layouts_and_their_limit() -> None:
     ax = draw(g, layout=nx.spring_layout)
     assert len(arrows_of(ax)) == 156
     start = time.perf_counter()
-    with pytest.raises(ValueError, match="up to 300 nodes: use layout='matrix'"):
+    with pytest.raises(ValueError, match="up to 200 nodes: use layout='matrix'"):
         draw(ga.causal(5000), layout=nx.kamada_kawai_layout)
     assert time.perf_counter() - start < 1
 
@@ -299,7 +299,7 @@ def test_large_graphs_answer_within_seconds(tmp_path: Path) -> None:
     ax = save(draw(ga.causal(2_000_000)), tmp_path / "a.png")
     assert ax.stat().st_size > 1000
     assert "tile of 8192 x 8192" in draw(ga.causal(2_000_000)).get_title()
-    with pytest.raises(ValueError, match="too large for arrows, which can be read up to 200 nodes"):
+    with pytest.raises(ValueError, match="too large for arrows, which are drawn up to 200 nodes"):
         draw(ga.causal(5000), layout="circle")
     ring = draw(ga.causal(100), torch.linspace(0, 1, 5050), layout="circle", max_edges=50)
     assert len(arrows_of(ring)) == 50 and "the 50 heaviest of 5,050 edges" in ring.get_title()

@@ -150,7 +150,9 @@ def test_export_by_ending(tmp_path: Path) -> None:
     ("label", "shown"),
     [
         ("", "∅"), (" ", "␣"), (" the", "␣the"), ("a b", "a b"), ("\n", "↵"), ("a\tb", "a⇥b"), ("\x00", "^@"),
-        ("\x1b", "^["), ("\x7f", "^?"), ("\u202e", "<U+202E>"), ("\ud800", "<U+D800>"), ("\u0301", "◌\u0301"), ("$x$", "$x$"), (3, "3"),
+        ("\x1b", "^["), ("\x7f", "^?"), ("\u202e", "<U+202E>"), ("\ud800", "<U+D800>"),
+        ("\u0301", "◌\u0301"), ("$x$", "$x$"),
+        (3, "3"),
     ],
 )  # fmt: skip
 def test_visible(label: object, shown: str) -> None:

@@ -20,7 +20,6 @@ import torch
 
 import graphattn as ga
 from graphattn.draw import to_html
-
 from tests.test_draw_labels import HOSTILE
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

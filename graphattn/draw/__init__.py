@@ -1,7 +1,15 @@
 """Pictures of attention graphs: arrows, matrices, stacks of layers, heads side by side, pages and exchange formats.
 
 An arrow runs from a source to the target that reads it; a matrix has a row per target, the first on top.
-matplotlib and networkx are imported when something is drawn; pyplot never.
+
+    draw(graph, weights)                one graph, one Axes; arrows, matrix, or the density of a large one
+    draw_grid(graphs, weights)          small multiples on one scale: graphs, or the leading axes and heads of one
+    draw_attention(tokens, graphs, w)   a trained model: a row of panels per layer, a column per head
+    draw_stack(graphs, target)          layers unrolled, with all that can reach the target lit up
+    save(picture, path)                 PNG, SVG or PDF of any of them
+    export(path, graph, weights)        one graph in the format the path ends in, .html, .graphml and .dot among them
+
+matplotlib, networkx and jinja2 are imported when something is drawn; pyplot never.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # every arrow is a matplotlib patch: about 1 ms to make and 1 ms to draw
 MAX_ARROWS = 600
 MAX_NODES = 200
+MAX_NAMED = 64
 
 Arrow = tuple[int, int, float, Any, float]  # source, target, width in points, colour, opacity
 

@@ -130,7 +130,7 @@ def _dot_string(label: object) -> str:
 
 
 def to_svg(picture: Any) -> str:
-    """The SVG text of an Axes or a Figure: letters as outlines, so that no font is needed; the same bytes every time."""
+    """The SVG text of an Axes or a Figure: letters as outlines, so it needs no font; the same bytes every time."""
     import matplotlib as mpl
 
     out = io.StringIO()

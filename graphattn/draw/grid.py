@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_ROWS, MAX_COLUMNS = 16, 16
-MAX_PANELS = 36  # axes of their own, a tenth of a second each; more become tiles of one picture
+MAX_PANELS = 36  # axes of their own, a tenth of a second each; more become tiles of one image
+MAX_GRID = 64
 
 
 def draw_grid(
@@ -44,7 +45,7 @@ def draw_grid(
     Returns:
         A `matplotlib.figure.Figure` outside pyplot; `figure.axes` are the panels, row by row.
     Raises:
-        ValueError: more than 256 panels, or what `draw` raises.
+        ValueError: more than 64 panels, or what `draw` raises.
     """
     views: list[View] = []
     if isinstance(graphs, Graph):
@@ -103,7 +104,7 @@ def draw_attention(
     Returns:
         A Figure outside pyplot; `save(figure, path)` writes it.
     Raises:
-        ValueError: more than 16 layers or heads at once, sizes that do not fit.
+        ValueError: more than 16 layers or heads at once, or more than 36 panels of arrows; sizes that do not fit.
     """
     each = [graphs] * len(weights) if isinstance(graphs, Graph) else list(graphs)
     if len(each) != len(weights):
@@ -128,7 +129,11 @@ def draw_attention(
             if not 0 <= h < n:
                 raise ValueError(f"head {h} is out of range: layer {k} has {n}, numbered from 0")
         count = max(count, len(pick))
-        views.append([view_of(graph, weight, None, h) for h in pick])
+        if lead[1] > 1:
+            views.append([view_of(graph, weight, None, h) for h in pick])
+        else:
+            plain = view_of(graph).graph
+            views.append([View(plain, values[0, h], "attention weight", "") for h in pick])
     rows, columns = len(views), count
     if rows > MAX_ROWS or columns > MAX_COLUMNS or not rows or not columns:
         raise ValueError(
@@ -141,14 +146,19 @@ def draw_attention(
     names = [f"head {h}" for h in (range(columns) if heads is None else heads)]
     sides = [f"layer {k}" for k in pick_layers]
     shapes = {v.graph.shape for line in views for v in line}
-    if layout == "matrix" and rows * columns > MAX_PANELS and len(shapes) == 1 and max(next(iter(shapes))) <= 256:
+    if rows * columns > MAX_PANELS:
+        if layout != "matrix" or len(shapes) != 1:
+            raise ValueError(
+                f"{rows} layers x {columns} heads are more than {MAX_PANELS} panels, which needs layout='matrix' "
+                "and graphs of one size: choose some with layers=[...] and heads=[...]"
+            )
         return _mosaic(views, names, sides, title, vmax)
     return _panels(flat, names, rows, columns, tokens, source_tokens, layout, title, vmax, sides)
 
 
 def _limit(panels: int, what: str) -> None:
-    if panels > MAX_ROWS * MAX_COLUMNS:
-        raise ValueError(f"{what} are {panels:,} panels, more than {MAX_ROWS * MAX_COLUMNS}: draw some of them")
+    if panels > MAX_GRID:
+        raise ValueError(f"{what} are {panels:,} panels, more than {MAX_GRID}: draw some of them")
 
 
 def _panels(
@@ -242,12 +252,18 @@ def _mosaic(
     import matplotlib as mpl
 
     t, s = views[0][0].graph.shape
+    size = matrix.tile_size(t, s, 96) if max(t, s) > 96 else 1
+    note = f"{s} sources from left to right, {t} targets from top to bottom"
+    if size > 1:
+        note += f", {size} x {size} pairs a cell"
+    cells = [[matrix.cells(v) if size == 1 else matrix.tile_mass(v, size) for v in line] for line in views]
+    t, s = cells[0][0].shape
     rows, columns, gap = len(views), max(len(line) for line in views), max(1, round(max(t, s) / 12))
     high, wide = t + gap, s + gap
-    image = np.ma.masked_all((rows * high - gap, columns * wide - gap))
-    for r, line in enumerate(views):
-        for c, view in enumerate(line):
-            image[r * high : r * high + t, c * wide : c * wide + s] = matrix.cells(view)
+    image = np.ma.MaskedArray(np.zeros((rows * high - gap, columns * wide - gap)), mask=True)
+    for r, line in enumerate(cells):
+        for c, part in enumerate(line):
+            image[r * high : r * high + t, c * wide : c * wide + s] = part
     norm, cmap = palette.scale(image.compressed(), None, vmax)
     with mpl.rc_context(safe_fonts([title or ""])):
         figure = palette.new_figure(8.0, min(12.0, 6.6 * image.shape[0] / image.shape[1] + 1.2))
@@ -264,8 +280,8 @@ def _mosaic(
         for edge in ax.spines.values():
             edge.set_visible(False)
         ax.set_title("head", fontsize=10)
-        ax.set_xlabel(f"within a tile: {s} sources from left to right, {t} targets from top to bottom", fontsize=9)
-        palette.color_bar(ax, norm, cmap, views[0][0].measure.split(",")[0])
+        ax.set_xlabel(f"within a tile: {note}", fontsize=9)
+        palette.color_bar(ax, norm, cmap, views[0][0].measure)
         if title is not None:
             figure.suptitle(drawn_title(title), fontsize=12)
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,6 +72,11 @@ def tile_density(view: View, size: int) -> np.ndarray:
     return (covered[:, :cols] / (height[:, None] * width)).clamp(0, 1).numpy()
 
 
+def tile_mass(view: View, size: int) -> np.ma.MaskedArray:
+    """`tile_density`, with tiles that have no edge masked out."""
+    return np.ma.masked_where(tile_density(replace(view, value=None), size) == 0, tile_density(view, size))
+
+
 def draw_matrix(
     ax: Axes,
     view: View,
@@ -97,13 +103,11 @@ def draw_matrix(
     tiled = max(t, s) > MAX_CELLS
     if tiled:
         size = tile_size(t, s)
-        data = np.ma.MaskedArray(tile_density(view, size))
+        data = tile_mass(view, size)
+        norm, cmap = scale(data.compressed())
         if view.value is None:
-            norm, cmap = Normalize(0, 1), palette.scale(np.zeros(0))[1]
-            data = np.ma.masked_equal(data, 0.0)
             label = "share of a tile's cells that are edges"
         else:
-            norm, cmap = scale(data.compressed())
             label = f"{view.measure}, summed over a tile per target"
         note = f"each cell is a tile of {size} x {size} pairs"
         extent = (-0.5, data.shape[1] * size - 0.5, data.shape[0] * size - 0.5, -0.5)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Layout = str | Mapping[int, Any] | Sequence[Any] | np.ndarray | torch.Tensor | Callable[..., Any]
 
 LAYOUTS = ("auto", "matrix", "circle", "line", "columns")
-MAX_FORCE_NODES = 300  # Kamada-Kawai takes 9 s at 256 nodes and grows faster than their square
 ARROW = "arrow: source → target that reads it"
 
 
@@ -66,8 +65,8 @@ def draw(
         The Axes.  A matrix beyond 512 nodes shows how full tiles are, computed from runs in O(runs).
 
     Raises:
-        ValueError: sizes that do not fit; numbers that are not finite; more than 200 nodes as arrows (300 for a
-            networkx layout), which names the size and the way out.
+        ValueError: sizes that do not fit; numbers that are not finite; more than 200 nodes as arrows (beyond them
+            Kamada and Kawai's layout takes many seconds), which names the size and the way out.
     """
     view = view_of(graph, weights, batch, head, measure)
     names = labels_of(view.graph, labels, source_labels)
@@ -197,13 +196,15 @@ def _scene(
     max_edges: int,
 ) -> _Scene:
     graph = view.graph
-    limit = MAX_FORCE_NODES if callable(layout) else arrows.MAX_NODES
+    limit = arrows.MAX_NODES
     if max(graph.t, graph.s) > limit:
         raise ValueError(
-            f"{graph!r} is too large for arrows, which can be read up to {limit} nodes: use layout='matrix', "
+            f"{graph!r} is too large for arrows, which are drawn up to {limit} nodes: use layout='matrix', "
             f"or draw a part such as graph[:{limit // 4}, :{limit // 4}]"
         )
     pick, note = _pick(view, max_edges)
+    if max(graph.t, graph.s) > arrows.MAX_NAMED:
+        note = f"{note}{', ' if note else ''}nodes unnamed"
     target, source = (x[pick].numpy() for x in view.edges())
     source_at, target_at = _places(graph, kind, layout)
     tl = target_labels or [str(i) for i in range(graph.t)]
@@ -305,6 +306,7 @@ def _draw_scene(
 def _draw_names(ax: Axes, graph: Graph, scene: _Scene, highlight: int | None, compact: bool) -> None:
     most = max(graph.t, graph.s)
     size = 10.0 if most <= 16 else max(5.0, 11 - 0.12 * most)
+    hide = most > arrows.MAX_NAMED
     size = size * 0.6 if compact else size
     target_ring = [palette.INK if scene.one_set else palette.TARGET] * graph.t
     target_fill = [palette.NODE] * graph.t
@@ -312,13 +314,13 @@ def _draw_names(ax: Axes, graph: Graph, scene: _Scene, highlight: int | None, co
         target_ring[highlight], target_fill[highlight] = palette.TARGET, palette.TARGET_FILL
     away = "none" if scene.kind == "line" else "radial" if scene.one_set else "right"
     arrows.draw_nodes(
-        ax, scene.target_at, scene.target_labels, scene.radius, side="inside" if scene.inside else away, size=size,
+        ax, scene.target_at, scene.target_labels, scene.radius, side="none" if hide else "inside" if scene.inside else away, size=size,
         ring=target_ring, fill=target_fill, clear=scene.loop, looped=scene.looped,
     )  # fmt: skip
     if not scene.one_set:
         arrows.draw_nodes(
-            ax, scene.source_at, scene.source_labels, scene.radius, side="inside" if scene.inside else "left", size=size,
-            ring=[palette.SOURCE] * graph.s, fill=[palette.NODE] * graph.s,
+            ax, scene.source_at, scene.source_labels, scene.radius, size=size,
+            side="none" if hide else "inside" if scene.inside else "left", ring=[palette.SOURCE] * graph.s, fill=[palette.NODE] * graph.s,
         )  # fmt: skip
 
 
@@ -337,7 +339,7 @@ def _frame(ax: Axes, scene: _Scene, compact: bool) -> None:
         above, below = scene.heights()
         ax.set_xlim(x0 - 0.6, x1 + 0.6)
         ax.set_ylim(-below, above)
-        if not scene.inside:
+        if not scene.inside and len(scene.target_at) <= arrows.MAX_NAMED:
             matrix.name_ticks(ax, "x", scene.target_labels, 10.0 if len(scene.target_at) <= 16 else 6.5)
             ax.tick_params(axis="x", length=0)
         where = "token" if not scene.inside else "position"

@@ -97,7 +97,7 @@ def drawn_title(title: object) -> str:
     return "\n".join(drawn(line, 90) if line else "" for line in str(title).split("\n"))
 
 
-def safe_fonts(*labels: Iterable[object] | None) -> dict[str, Any]:
+def safe_fonts(*labels: Iterable[object] | None) -> Any:
     """Settings for `matplotlib.rc_context` under which the labels can be drawn: no TeX, and fonts that have the glyphs.
 
     The user's fonts come first; for characters they lack, any installed font that has them is appended.
