@@ -276,9 +276,9 @@ def strided(t: int, stride: int) -> Graph:
 
 
 def fixed(t: int, stride: int, c: int = 1) -> Graph:
-    """j <= i and (j // stride == i // stride or j % stride >= stride - c): Sparse Transformer, fixed (Child et al. 2019).
+    """j <= i and (j // stride == i // stride or j % stride >= stride - c): Sparse Transformer, fixed.
 
-    The last `c` positions of each block summarise it for all later ones.
+    Child et al. 2019.  The last `c` positions of each block summarise it for all later ones.
     """
     t, stride, c = _size(t, "t"), _size(stride, "stride", 1), _size(c, "c")
     if c > stride:
@@ -446,10 +446,10 @@ def neighborhood(shape: int | Sequence[int], radius: int | Sequence[int], causal
 
 
 def shifted_window(shape: int | Sequence[int], size: int | Sequence[int], shift: int | Sequence[int] = 0) -> Graph:
-    """(i_d + shift_d) // size_d == (j_d + shift_d) // size_d on every axis d of a grid: Swin Transformer (Liu et al. 2021).
+    """(i_d + shift_d) // size_d == (j_d + shift_d) // size_d on every axis d of a grid: Swin Transformer.
 
-    Swin alternates shift 0 and size // 2; its cyclic shift with the wrapped parts masked is these smaller border
-    windows.
+    Liu et al. 2021.  Swin alternates shift 0 and size // 2; its cyclic shift with the wrapped parts masked is these
+    smaller border windows.
     """
     sides, width = _grid(shape, size, "size")
     _, move = _grid(shape, shift, "shift")
@@ -485,7 +485,7 @@ def _boxes(sides: Sequence[int], low: list[Tensor], high: list[Tensor]) -> Graph
     """Target i reads the box low_d[i] <= j_d < high_d[i]: one run per line of the last axis."""
     t = low[0].numel()
     row, base = torch.arange(t), torch.zeros(t, dtype=torch.int64)
-    for d, n in enumerate(sides[:-1]):
+    for d in range(len(sides) - 1):
         count = (high[d] - low[d])[row]
         owner, k = _ragged(count, f"a grid of {'x'.join(map(str, sides))}")
         row = row[owner]

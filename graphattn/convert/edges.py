@@ -78,7 +78,8 @@ def _pairs(edge_index: Any, shape: int | Sequence[int]) -> tuple[Tensor, Tensor,
             low, high = (int(v) for v in torch.aminmax(x))
             if low < 0 or high >= n:
                 raise ValueError(
-                    f"edge_index {name} spans {low}..{high}, but shape {shape} has {n} {what}: each needs 0 <= {name} < {n}"
+                    f"edge_index {name} spans {low}..{high}, but shape {shape} has {n} {what}: "
+                    f"each needs 0 <= {name} < {n}"
                 )
     return source, target, shape
 
@@ -162,7 +163,7 @@ def to_scipy(graph: Graph) -> scipy.sparse.csr_array:
 
 
 def from_cu_seqlens(cu_seqlens: Any, cu_seqlens_k: Any = None) -> Graph:
-    """Packed sequences by their cumulative lengths, `[0, n1, n1 + n2, ...]`: targets read the sources of their sequence.
+    """Packed sequences by their cumulative lengths, `[0, n1, n1 + n2, ...]`: each sequence reads itself.
 
     FlashAttention's varlen arguments; `& causal(t)` makes it causal.
 

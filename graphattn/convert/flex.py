@@ -214,7 +214,7 @@ def to_block_mask(graph: Graph, block_size: int | tuple[int, int] = 128) -> Bloc
     from torch.nn.attention.flex_attention import BlockMask
 
     q, kv = (block_size, block_size) if isinstance(block_size, int) else block_size
-    lead, device = graph.lead or (1, 1), graph.device
+    lead = graph.lead or (1, 1)
     n, m = -(-graph.t // q), -(-graph.s // kv)
     cells = lead[0] * lead[1] * n * m
     if cells > 2**28:
@@ -260,7 +260,7 @@ def to_block_mask(graph: Graph, block_size: int | tuple[int, int] = 128) -> Bloc
 
 
 def _ordered(block: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row the number of True blocks, and all columns with those first, each kind rising: a sort of bits by counting."""
+    """Per row the number of True blocks, and all columns with those first, each kind rising: a sort by counting."""
     block = block.contiguous()
     rank = torch.cumsum(block, -1, dtype=torch.int32)
     count = rank[..., -1:] if block.shape[-1] else rank.new_zeros(*block.shape[:-1], 1)

@@ -95,8 +95,8 @@ def to_additive(graph: Graph, dtype: torch.dtype = torch.float32) -> Tensor:
 def _mask_shape(mask: Tensor) -> tuple[int, ...]:
     if mask.dim() == 3:
         raise ValueError(
-            f"a 3-D mask of shape {tuple(mask.shape)} fits a batch and heads alike: use mask[:, None] (one per sample) or "
-            "mask[None] (one per head)"
+            f"a 3-D mask of shape {tuple(mask.shape)} fits a batch and heads alike: use mask[:, None] "
+            "(one per sample) or mask[None] (one per head)"
         )
     if mask.dim() not in (2, 4):
         raise ValueError(f"a mask must be (T_q, T_kv) or (B, H, T_q, T_kv), got shape {tuple(mask.shape)}")
@@ -162,8 +162,8 @@ def from_hf(mask: Any, t: int | None = None) -> Graph:
 
     2-D `(B, T_kv)`, integers or bool: 1 = keep, as a tokenizer returns it; gives `(B, 1, t, T_kv)`.  It says padding
     only: combine it with `causal(t)` as the model would.
-    4-D `(B, H or 1, T_q, T_kv)`: bool, True = target i reads source j; or floats that are added to scores, where 0 keeps
-    and -inf or the dtype's least number drops.
+    4-D `(B, H or 1, T_q, T_kv)`: bool, True = target i reads source j; or floats that are added to scores, where 0
+    keeps and -inf or the dtype's least number drops.
 
     Raises:
         TypeError, ValueError: other types, axes or values; the value is named with its place.

@@ -32,8 +32,8 @@ def from_networkx(graph: nx.Graph, order: Sequence[Hashable] | None = None) -> G
         if any(type(v) is bool or not isinstance(v, (int, np.integer)) or not 0 <= v < n for v in graph.nodes):
             some = list(graph.nodes)[:5]
             raise ValueError(
-                f"nodes are labelled {some}{', ...' if n > 5 else ''}, not 0..{n - 1}: pass order=list(graph) or the order "
-                "your feature rows have"
+                f"nodes are labelled {some}{', ...' if n > 5 else ''}, not 0..{n - 1}: pass "
+                "order=list(graph) or the order your feature rows have"
             )
         number: dict[Hashable, int] = {v: int(v) for v in graph.nodes}
     else:

@@ -1,4 +1,4 @@
-"""What can flow where through a stack of graphs: receptive fields, label leaks with a witness, differences of masks.
+"""What can flow where through a stack of graphs: receptive fields, and label leaks with a shortest witness.
 
 Layers are given first to last, and a residual connection around each is implied: a node keeps what it had.
 Heads of a layer are united, samples of a batch never mix.
@@ -13,24 +13,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .graph import Graph
+from ..graph import Graph, _starts
 
 _NOTHING = -(2**62)  # the value of a source that says nothing
 # bytes of the widest table of bit sets kept at once
 _TABLE_BYTES = 2**28
+# words a search among labels may touch: about an hour
+_MOST_WORK = 10**12
 
 
 @dataclass(frozen=True)
 class Hop:
-    """In `layer` (1 is the first), `target` reads `source`; `head` is the one that does, None if the layer has no heads."""
+    """In `layer` (1 is the first) `target` reads `source`; `head` says which head does, None if the layer has one.
+
+    `kind` is "self", "cross" (the source is a node of the context) or "context" (both are, and so is the layer).
+    """
 
     source: int
     target: int
     layer: int
     head: int | None = None
+    kind: str = "self"
 
     def __str__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"
+        if self.kind == "context":
+            return f"context {self.source} -> context {self.target} in context layer {self.layer}{head}"
+        if self.kind == "cross":
+            return f"context {self.source} -> {self.target} in layer {self.layer}{head}"
         return f"{self.source} -> {self.target} in layer {self.layer}{head}"
 
 
@@ -39,10 +49,11 @@ class Leak:
     """A shortest path along which a target reads what it must predict.
 
     Attributes:
-        target: the node whose output leaks.  source: the input that reaches it, `source >= label` in offset order.
+        target: the node whose output leaks.  source: the input that reaches it (at or beyond the label, with `offset`).
         label: the source that holds what the target predicts.
         path: hops in the order of the layers, from `source` to `target`; empty if the target is its own label.
         batch: the sample, None if no layer has a batch axis.
+        context: the node of the context that holds the content of `source`, None if the path starts in the stream.
     """
 
     target: int
@@ -50,6 +61,7 @@ class Leak:
     label: int
     path: tuple[Hop, ...]
     batch: int | None = None
+    context: int | None = None
 
     @property
     def layer(self) -> int:
@@ -57,10 +69,11 @@ class Leak:
         return self.path[-1].layer if self.path else 0
 
     def __str__(self) -> str:
-        way = ", ".join(map(str, self.path)) or f"{self.source} is {self.target} from the start"
+        way = ", ".join(map(str, self.path)) or f"{self.target} keeps its input (residual)"
         what = "its own label" if self.source == self.label else f"source {self.source}, beyond its label {self.label}"
         sample = "" if self.batch is None else f"sample {self.batch}: "
-        return f"{sample}{way}: target {self.target} reads {what}"
+        held = "" if self.context is None else f", which context {self.context} holds"
+        return f"{sample}{way}: target {self.target} reads {what}{held}"
 
 
 # ---------------------------------------------------------------------- layers as arrays
@@ -192,7 +205,7 @@ def _prepare(layers: Sequence[Graph], batch: int) -> list[_Layer]:
 # ---------------------------------------------------------------------- receptive field
 
 
-def receptive_field(graphs: Graph | Sequence[Graph], target: int, batch: int | None = None) -> Tensor:
+def receptive_field(graphs: Graph | Iterable[Graph], target: int, batch: int | None = None) -> Tensor:
     """The sources whose input can influence `target` through the stack, itself included: rising int64.
 
     Args:
@@ -200,16 +213,12 @@ def receptive_field(graphs: Graph | Sequence[Graph], target: int, batch: int | N
         target: node, 0 <= target < T.
         batch: the sample, needed when a layer has a batch axis longer than 1.
     """
-    layers, t, samples = _check(graphs)
+    layers, t, b = _stack(graphs, batch)
     if not 0 <= target < t:
         raise ValueError(f"target {target} is out of range for {t} nodes")
-    if samples and batch is None:
-        raise ValueError(f"the layers differ between {samples} samples: say batch=")
-    if batch is not None and not 0 <= batch < max(samples, 1):
-        raise ValueError(f"batch {batch} is out of range for {max(samples, 1)} samples")
     seen = np.zeros(t, dtype=bool)
     seen[target] = True
-    for layer in reversed(_prepare(layers, batch or 0)):
+    for layer in reversed(_prepare(layers, b)):
         rows = np.flatnonzero(np.tile(seen, max(layer.heads, 1)))
         count = np.diff(layer.indptr)[rows]
         run = np.repeat(layer.indptr[rows] - (np.cumsum(count) - count), count) + np.arange(count.sum())
@@ -218,15 +227,131 @@ def receptive_field(graphs: Graph | Sequence[Graph], target: int, batch: int | N
     return torch.from_numpy(np.flatnonzero(seen))
 
 
+def coverage(graphs: Graph | Iterable[Graph], batch: int | None = None) -> Tensor:
+    """How many sources can influence each target after 0, 1, ..., L layers: `(L + 1, T)` int64, row 0 is all ones.
+
+    Where every target's sources are one stretch that holds the target itself (causal, window, band, documents), the
+    ends of the stretch say all; else sets of bits are united, at a cost of T^2 / 64 words per layer.
+
+    Raises:
+        ValueError: a search that would take hours; ask `receptive_field` about a few targets instead.
+    """
+    layers, t, b = _stack(graphs, batch)
+    made = _prepare(layers, b)
+    sizes = [np.ones(t, dtype=np.int64)]
+    if all(_is_stretch(x) for x in made):
+        high, low = np.arange(t), np.arange(t)
+        for layer in made:
+            high, low = np.maximum(high, layer.best(high)), np.minimum(low, -layer.best(-low))
+            sizes.append(high - low + 1)
+    else:
+        every = np.arange(t)
+        _refuse_search(made, every, t)
+        sizes += [np.zeros(t, dtype=np.int64) for _ in made]
+        for _, state in _blocks(made, every, every):
+            for k, layer in enumerate(made, 1):
+                state |= layer.unite(state)
+                sizes[k] += _ones(state)
+    return torch.from_numpy(np.stack(sizes))
+
+
+def layers_to_cover(graphs: Graph | Sequence[Graph], goal: Graph | None = None, batch: int | None = None) -> int | None:
+    """After how many layers every target can be influenced by all it should be; None if never.
+
+    Args:
+        graphs: one graph, applied again and again, or a stack, of which a first part may do.
+        goal: what should be reached, all sources if not given; `causal(t)` for a causal stack.
+        batch: the sample, needed when a layer has a batch axis longer than 1.
+    """
+    again = isinstance(graphs, Graph)
+    layers, t, b = _stack(graphs, batch)
+    if goal is not None and (goal.lead or (goal.t, goal.s) != (t, t)):
+        raise ValueError(f"goal must be a graph of {t} nodes without leading axes, got {goal!r}")
+    made = _prepare(layers, b)
+    if goal is not None and not _is_stretch(_Layer(goal, 0)) and goal.num_edges:
+        return _cover_bits(made, goal, again, t)
+    if goal is not None:
+        wanted = _Layer(goal, 0)
+        want_high, want_low = (
+            np.maximum(np.arange(t), wanted.best(np.arange(t))),
+            -np.maximum(-np.arange(t), wanted.best(-np.arange(t))),
+        )
+    else:
+        want_high, want_low = np.full(t, t - 1), np.zeros(t, dtype=np.int64)
+    if not all(_is_stretch(x) for x in made):
+        return _cover_bits(made, goal, again, t)
+    high, low = np.arange(t), np.arange(t)
+    for k in range(t + 1 if again else len(made) + 1):
+        if (high >= want_high).all() and (low <= want_low).all():
+            return k
+        if not again and k == len(made):
+            return None
+        layer = made[0 if again else k]
+        new_high, new_low = np.maximum(high, layer.best(high)), np.minimum(low, -layer.best(-low))
+        if again and np.array_equal(high, new_high) and np.array_equal(low, new_low):
+            return None
+        high, low = new_high, new_low
+    return None
+
+
+def _cover_bits(made: list[_Layer], goal: Graph | None, again: bool, t: int) -> int | None:
+    every = np.arange(t)
+    _refuse_search(made, every, t)
+    wanted = None if goal is None else _Layer(goal, 0)
+    most = 0
+    for _, state in _blocks(made, every, every):
+        if wanted is None:
+            want = np.broadcast_to(np.bitwise_or.reduce(state, axis=0), state.shape)
+        else:
+            want = wanted.unite(state)
+        k = 0
+        while (want & ~state).any():
+            if not again and k == len(made):
+                return None
+            new = state | made[0 if again else k].unite(state)
+            if again and np.array_equal(new, state):
+                return None
+            state, k = new, k + 1
+        most = max(most, k)
+    return most
+
+
+def _stack(graphs: Graph | Iterable[Graph], batch: int | None) -> tuple[list[Graph], int, int]:
+    layers, t, samples = _check(graphs)
+    if samples and batch is None:
+        raise ValueError(f"the layers differ between {samples} samples: say batch=")
+    if batch is not None and not 0 <= batch < max(samples, 1):
+        raise ValueError(f"batch {batch} is out of range for {max(samples, 1)} samples")
+    return layers, t, batch or 0
+
+
+def _is_stretch(layer: _Layer) -> bool:
+    """Every target reads one run that holds or touches itself, or nothing: its receptive field stays a stretch."""
+    if layer.heads or layer.filled.size != layer.start.size:
+        return False
+    return bool((layer.start <= layer.filled + 1).all() and (layer.stop >= layer.filled).all())
+
+
+def _ones(state: np.ndarray) -> np.ndarray:
+    """Number of bits set in each row."""
+    if hasattr(np, "bitwise_count"):
+        return np.bitwise_count(state).sum(1, dtype=np.int64)
+    return np.unpackbits(state.view(np.uint8), axis=1).sum(1, dtype=np.int64)
+
+
 # ---------------------------------------------------------------------- leaks
 
 
 def find_leak(
-    graphs: Graph | Sequence[Graph],
+    graphs: Graph | Iterable[Graph],
     offset: int = 1,
     labels: Tensor | Sequence[int] | None = None,
     hidden: Tensor | Sequence[bool] | None = None,
     targets: Tensor | Sequence[int] | Sequence[bool] | None = None,
+    *,
+    cross: Graph | Sequence[Graph | None] | None = None,
+    context: Graph | Iterable[Graph] = (),
+    holds: Tensor | Sequence[int] | None = None,
 ) -> Leak | None:
     """Does any target read what it must predict, through any number of layers?  None, or a shortest witness.
 
@@ -239,49 +364,126 @@ def find_leak(
     - `hidden (T,)`: sources whose input is masked out, which say nothing but still pass on what they read.  Masked
       tokens (BERT): `labels=range(T), hidden=masked, targets=masked`.
     - `targets`: those with a loss, a bool `(T,)` or indices; all of them if not given.
+    - `cross`: a second stream of S nodes, the context, read after the self-attention of each layer: one `(T <- S)`
+      graph for all layers, or one per layer, None where a layer has none.  `context`: the layers of that stream itself,
+      `(S <- S)`, which come first.  `holds (S,)`: the source whose content each context node holds, -1 (all, if not
+      given) for content of its own, which is no label.
 
     Args:
         graphs: layers first to last, or one graph; square, of one size.  Heads are united, samples kept apart.
-            labels, hidden and bool targets may be `(B, T)`.
+            labels, hidden, bool targets and holds may have a batch axis, `(B, T)`.
 
     Returns:
         None, or the `Leak` with the fewest hops (of those: the first sample, then the first target).
+
+    Raises:
+        ValueError: sizes that do not fit together, or a search among labels that would take hours; the figure is named.
     """
     layers, t, samples = _check(graphs)
+    stack, names, s, samples = _streams(layers, t, samples, cross, context)
     label = _per_sample(labels, t, "labels", False)
     masked = _per_sample(hidden, t, "hidden", True)
     loss = _targets(targets, t)
-    for name, x in (("labels", label), ("hidden", masked), ("targets", loss)):
+    held = _per_sample(holds, s, "holds", False)
+    for name, x in (("labels", label), ("hidden", masked), ("targets", loss), ("holds", held)):
         if x is not None and x.shape[0] > 1:
             if samples and samples != x.shape[0]:
                 raise ValueError(f"{name} has {x.shape[0]} samples, the layers have {samples}")
             samples = x.shape[0]
-    if label is not None and label.size and (label.min() < -1 or label.max() >= t):
-        raise ValueError(
-            f"labels span {label.min()}..{label.max()}, but there are {t} sources: each needs -1 <= label < {t}"
-        )
+    for name, x in (("labels", label), ("holds", held)):
+        if x is not None and x.size and (x.min() < -1 or x.max() >= t):
+            raise ValueError(
+                f"{name} span {x.min()}..{x.max()}, but there are {t} sources: each needs -1 <= value < {t}"
+            )
     found: Leak | None = None
     shared: list[_Layer] | None = None
     for b in range(max(samples, 1)):
-        if shared is None or any(g.lead and g.lead[0] > 1 for g in layers):
-            shared = _prepare(layers, b)
+        if shared is None or any(g.lead and g.lead[0] > 1 for g in stack):
+            shared = _prepare(stack, b)
         own = _of(loss, b)
         rows = np.arange(t) if own is None else np.flatnonzero(own)
+        value = np.full(t + s, _NOTHING)
+        value[:t] = np.arange(t)
         mask = _of(masked, b)
-        value = np.arange(t)
         if mask is not None:
-            value[mask] = _NOTHING
+            value[:t][mask] = _NOTHING
+        if held is not None:
+            value[t:] = np.where(_of(held, b) < 0, _NOTHING, _of(held, b))
         most = None if found is None else len(found.path) - 1
         if label is None:
             hit = _offset_leak(shared, value, rows, offset, most)
         else:
-            hit = _label_leak(shared, value, rows, _of(label, b), most)
-        if hit is not None:
-            source, target, goal, path = hit
-            found = Leak(target, source, goal, path, b if samples else None)
-            if not path:
-                break
+            hit = _label_leak(shared, value, rows, np.asarray(_of(label, b)), most)
+        if hit is None:
+            continue
+        node, target, goal, path = hit
+        hops = tuple(_named(hop, names, t) for hop in path)
+        found = Leak(target, int(value[node]), goal, hops, b if samples else None, node - t if node >= t else None)
+        if not path:
+            break
     return found
+
+
+def _streams(
+    layers: list[Graph],
+    t: int,
+    samples: int,
+    cross: Graph | Sequence[Graph | None] | None,
+    context: Graph | Iterable[Graph],
+) -> tuple[list[Graph], list[tuple[str, int]], int, int]:
+    """Both streams as one of t + s nodes: its layers, the kind and number of each, s, and the number of samples."""
+    names = [("self", k + 1) for k in range(len(layers))]
+    before = [context] if isinstance(context, Graph) else list(context)
+    between = [cross] * len(layers) if isinstance(cross, Graph) or cross is None else list(cross)
+    if len(between) != len(layers):
+        raise ValueError(
+            f"cross has {len(between)} entries for {len(layers)} layers: give one graph, or one or None each"
+        )
+    extra = [g for g in (*before, *between) if g is not None]
+    if not extra:
+        return layers, names, 0, samples
+    s = before[0].s if before else extra[0].s
+    for g in before:
+        if (g.t, g.s) != (s, s):
+            raise ValueError(f"context layer {g!r} must be ({s} <- {s}), one node per node of the context")
+    for g in between:
+        if g is not None and (g.t, g.s) != (t, s):
+            raise ValueError(f"cross {g!r} must be ({t} <- {s}): targets are the stream's, sources the context's")
+    sizes = {g.lead[0] for g in extra if g.lead} - {1} | ({samples} if samples else set())
+    if len(sizes) > 1:
+        raise ValueError(f"layers have batch axes of {sorted(sizes)} samples")
+    made: dict[tuple[int, int, int], Graph] = {}
+
+    def put(g: Graph, row: int, col: int) -> Graph:
+        key = (id(g), row, col)
+        if key not in made:
+            made[key] = _embed(g, t + s, row, col)
+        return made[key]
+
+    stack = [put(g, t, t) for g in before]
+    names = [("context", k + 1) for k in range(len(before))]
+    for k, (g, c) in enumerate(zip(layers, between, strict=True), 1):
+        stack.append(put(g, 0, 0))
+        names.append(("self", k))
+        if c is not None:
+            stack.append(put(c, 0, t))
+            names.append(("cross", k))
+    return stack, names, s, sizes.pop() if sizes else 0
+
+
+def _embed(graph: Graph, n: int, row: int, col: int) -> Graph:
+    """The same edges among n nodes, targets moved by `row` and sources by `col`."""
+    lead = graph.lead or (1, 1)
+    count = torch.zeros(lead[0] * lead[1], n, dtype=torch.int64, device=graph.device)
+    count[:, row : row + graph.t] = graph.indptr.diff().view(count.shape[0], graph.t)
+    return Graph._new(_starts(count.view(-1)), graph.start + col, graph.stop + col, (*graph.lead, n, n))
+
+
+def _named(hop: Hop, names: Sequence[tuple[str, int]], t: int) -> Hop:
+    kind, layer = names[hop.layer - 1]
+    source = hop.source - t if hop.source >= t else hop.source
+    target = hop.target - t if hop.target >= t else hop.target
+    return Hop(source, target, layer, hop.head, kind)
 
 
 def _per_sample(x: object, t: int, name: str, is_bool: bool) -> np.ndarray | None:
@@ -338,7 +540,7 @@ def _offset_leak(
         for k, layer in enumerate(layers):
             now.append(np.maximum(now[-1], layer.best(before[k])))
         before = now
-    target = int(rows[before[-1][rows] >= goal][0])
+    target = int(rows[before[-1][rows] >= goal].min())
     own, beyond = value == target + offset, value >= target + offset
     path = _path(layers, own, target, h)
     return _hit(path if path is not None else _path(layers, beyond, target, h), target, target + offset)
@@ -347,36 +549,50 @@ def _offset_leak(
 def _label_leak(
     layers: list[_Layer], value: np.ndarray, rows: np.ndarray, label: np.ndarray, most: int | None
 ) -> _Hit | None:
+    """One set per node: which labels it can have read; kept in blocks of bits, after what is cheap has been tried."""
+    n = value.size
+    holder = np.argsort(value, kind="stable")  # nodes that hold a content, by content
+    content = value[holder]
     rows = rows[label[rows] >= 0]
-    rows = rows[value[label[rows]] >= 0]
+    first, last = np.searchsorted(content, label[rows]), np.searchsorted(content, label[rows], side="right")
+    rows, first, last = rows[last > first], first[last > first], last[last > first]
     goal = label[rows]
     most = len(layers) if most is None else most
 
     def hit(target: int, h: int) -> _Hit:
-        source = np.zeros(value.size, dtype=bool)
-        source[label[target]] = True
-        return _hit(_path(layers, source, target, h), target, int(label[target]))
+        return _hit(_path(layers, value == label[target], target, h), target, int(label[target]))
 
-    if most >= 0 and (rows == goal).any():
-        return hit(int(rows[rows == goal][0]), 0)
-    direct = np.zeros(rows.size, dtype=bool)
+    if most >= 0 and (value[rows] == goal).any():
+        return hit(int(rows[value[rows] == goal][0]), 0)
+    if most < 1:
+        return None
+    count = last - first
+    pair = np.repeat(np.arange(rows.size), count)
+    node = holder[np.repeat(first - (np.cumsum(count) - count), count) + np.arange(pair.size)]
+    direct = np.zeros(pair.size, dtype=bool)
     for layer in {id(x): x for x in layers}.values():
-        direct |= layer.reads(rows, goal)
+        direct |= layer.reads(rows[pair], node)
     if direct.any():
-        return hit(int(rows[direct][0]), 1) if most >= 1 else None
+        return hit(int(rows[pair[direct]].min()), 1)
     if most < 2:
         return None
-    for order in (np.arange(value.size), _chain(label)):
+    t = label.size
+    for order in (np.arange(t), _chain(label)):
         # a necessary condition that is cheap: the label lies within the extremes, in some order, of what is reached
-        if order is not None and rows.size:
-            say = np.where(value >= 0, order, _NOTHING)
-            high, low = say, np.where(value >= 0, -order, _NOTHING)
-            for layer in layers:
-                high, low = np.maximum(high, layer.best(high)), np.maximum(low, layer.best(low))
-            keep = (order[goal] <= high[rows]) & (-order[goal] <= low[rows])
-            rows, goal = rows[keep], goal[keep]
+        if order is None or not rows.size:
+            continue
+        known = value >= 0
+        place = order[np.where(known, value, 0)]
+        high, low = np.where(known, place, _NOTHING), np.where(known, -place, _NOTHING)
+        for layer in layers:
+            high, low = np.maximum(high, layer.best(high)), np.maximum(low, layer.best(low))
+        keep = (order[goal] <= high[rows]) & (-order[goal] <= low[rows])
+        rows, goal = rows[keep], goal[keep]
+    if not rows.size:
+        return None
+    _refuse_search(layers, goal, n)
     leaks = np.zeros(rows.size, dtype=bool)
-    for some, state in _blocks(layers, goal, value.size):
+    for some, state in _blocks(layers, goal, value):
         for layer in _effective(layers, state):
             state |= layer.unite(state)
         leaks[some.rows] = some.holds(state, rows)
@@ -384,8 +600,8 @@ def _label_leak(
     if not rows.size:
         return None
     for h in range(2, most + 1):
-        found = value.size
-        for some, state in _blocks(layers, goal, value.size):
+        found = n
+        for some, state in _blocks(layers, goal, value):
             before = [state] * (len(layers) + 1)
             for _ in range(h):
                 now = [state]
@@ -394,10 +610,20 @@ def _label_leak(
                 before = now
             there = some.holds(before[-1], rows)
             if there.any():
-                found = min(found, int(rows[some.rows][there][0]))
-        if found < value.size:
+                found = min(found, int(rows[some.rows][there].min()))
+        if found < n:
             return hit(found, h)
     return None
+
+
+def _refuse_search(layers: list[_Layer], goal: np.ndarray, n: int) -> None:
+    words = -(-np.unique(goal).size // 64)
+    work = words * sum(x.start.size * (2 if x.levels > 1 else 1) + n * x.levels for x in layers)
+    if work > _MOST_WORK:
+        raise ValueError(
+            f"{goal.size:,} labels among {n:,} nodes and {len(layers)} layers take about {work:.1e} steps of 64 bits, "
+            f"over the limit of {_MOST_WORK:.0e}: ask about fewer targets"
+        )
 
 
 def _chain(label: np.ndarray) -> np.ndarray | None:
@@ -414,9 +640,8 @@ def _chain(label: np.ndarray) -> np.ndarray | None:
 
 @dataclass
 class _Some:
-    """A block of labels: bit k of a set is source `columns[k]`; `rows` are the pairs whose label is among them."""
+    """A block of labels: `rows` are the pairs whose label is among them, `bit` where it lies in a set."""
 
-    columns: np.ndarray
     rows: np.ndarray
     bit: np.ndarray
 
@@ -425,7 +650,8 @@ class _Some:
         return (state[rows[self.rows], word] >> shift & np.uint64(1)).astype(bool)
 
 
-def _blocks(layers: list[_Layer], goal: np.ndarray, n: int) -> Iterator[tuple[_Some, np.ndarray]]:
+def _blocks(layers: list[_Layer], goal: np.ndarray, value: np.ndarray) -> Iterator[tuple[_Some, np.ndarray]]:
+    n = value.size
     columns, at = np.unique(goal, return_inverse=True)
     levels = max((x.levels for x in layers), default=1)
     words = int(np.clip(_TABLE_BYTES // (8 * max(n * max(levels, 1), 1)), 1, 32))
@@ -433,9 +659,11 @@ def _blocks(layers: list[_Layer], goal: np.ndarray, n: int) -> Iterator[tuple[_S
         mine = columns[low : low + words * 64]
         rows = np.flatnonzero((at >= low) & (at < low + mine.size))
         state = np.zeros((n, -(-mine.size // 64)), dtype=np.uint64)
-        k = np.arange(mine.size)
-        state[mine, k // 64] = np.uint64(1) << (k % 64).astype(np.uint64)
-        yield _Some(mine, rows, at[rows] - low), state
+        bit = np.searchsorted(mine, value)
+        node = np.flatnonzero(mine[np.minimum(bit, mine.size - 1)] == value)
+        bit = bit[node]
+        state[node, bit // 64] |= np.uint64(1) << (bit % 64).astype(np.uint64)
+        yield _Some(rows, at[rows] - low), state
 
 
 def _effective(layers: list[_Layer], state: np.ndarray) -> Iterator[_Layer]:
