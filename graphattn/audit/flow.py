@@ -18,8 +18,6 @@ from ..graph import Graph, _starts
 _NOTHING = -(2**62)  # the value of a source that says nothing
 # bytes of the widest table of bit sets kept at once
 _TABLE_BYTES = 2**28
-# words a search among labels may touch: about an hour
-_MOST_WORK = 10**12
 
 
 @dataclass(frozen=True)
@@ -227,14 +225,17 @@ def receptive_field(graphs: Graph | Iterable[Graph], target: int, batch: int | N
     return torch.from_numpy(np.flatnonzero(seen))
 
 
-def coverage(graphs: Graph | Iterable[Graph], batch: int | None = None) -> Tensor:
+def coverage(graphs: Graph | Iterable[Graph], batch: int | None = None, *, most: int = 10**12) -> Tensor:
     """How many sources can influence each target after 0, 1, ..., L layers: `(L + 1, T)` int64, row 0 is all ones.
 
     Where every target's sources are one stretch that holds the target itself (causal, window, band, documents), the
     ends of the stretch say all; else sets of bits are united, at a cost of T^2 / 64 words per layer.
 
+    Args:
+        most: words that may be united; 10**12 take about an hour.
+
     Raises:
-        ValueError: a search that would take hours; ask `receptive_field` about a few targets instead.
+        ValueError: more than that; ask `receptive_field` about a few targets instead.
     """
     layers, t, b = _stack(graphs, batch)
     made = _prepare(layers, b)
@@ -246,7 +247,7 @@ def coverage(graphs: Graph | Iterable[Graph], batch: int | None = None) -> Tenso
             sizes.append(high - low + 1)
     else:
         every = np.arange(t)
-        _refuse_search(made, every, t)
+        _refuse_search(made, every, t, most)
         sizes += [np.zeros(t, dtype=np.int64) for _ in made]
         for _, state in _blocks(made, every, every):
             for k, layer in enumerate(made, 1):
@@ -616,13 +617,13 @@ def _label_leak(
     return None
 
 
-def _refuse_search(layers: list[_Layer], goal: np.ndarray, n: int) -> None:
+def _refuse_search(layers: list[_Layer], goal: np.ndarray, n: int, most: int = 10**12) -> None:
     words = -(-np.unique(goal).size // 64)
     work = words * sum(x.start.size * (2 if x.levels > 1 else 1) + n * x.levels for x in layers)
-    if work > _MOST_WORK:
+    if work > most:
         raise ValueError(
             f"{goal.size:,} labels among {n:,} nodes and {len(layers)} layers take about {work:.1e} steps of 64 bits, "
-            f"over the limit of {_MOST_WORK:.0e}: ask about fewer targets"
+            f"over the limit of {most:.0e}: ask about fewer targets"
         )
 
 

@@ -12,8 +12,8 @@ from ..blocks import tiling
 from ..graph import Graph
 from .flow import _check, coverage, find_leak, receptive_field
 
-# beyond this many nodes receptive fields are those of some targets only
-_EXACT = 4096
+# words of bits a page may unite for exact receptive fields (seconds); beyond, those of some targets are told
+_WORK = 10**9
 _SAMPLE = 9
 
 
@@ -78,6 +78,7 @@ def audit_picture(
     Returns:
         The `matplotlib.figure.Figure`, which belongs to no window and is freed like any object.
     """
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     layers, t, samples = _check(graphs)
@@ -92,7 +93,12 @@ def audit_picture(
         g = layers[k]
         side = max(1, -(-max(g.t, 1) // 256))
         ax.imshow(
-            density_map(g, side), cmap="Greys", vmin=0, vmax=1, origin="upper", extent=(0, g.s, g.t, 0), aspect="auto"
+            density_map(g, side),
+            cmap="Greys",
+            norm=PowerNorm(0.4, vmin=0, vmax=1),
+            origin="upper",
+            extent=(0, g.s, g.t, 0),
+            aspect="auto",
         )
         ax.set_title(f"layer {k + 1}" + (f": {names[k]}" if names else ""), fontsize=9)
         ax.set_xlabel("source")
@@ -142,9 +148,7 @@ def density_map(graph: Graph, side: int) -> np.ndarray:
 def _fields(layers: list[Graph], t: int, batch: int | None) -> tuple[np.ndarray, str]:
     """`(L + 1, targets)` sizes, and what to say about how they were found."""
     try:
-        if t > _EXACT and not all(g.num_runs <= g.rows for g in layers):
-            raise ValueError
-        return coverage(layers, batch).numpy(), ""
+        return coverage(layers, batch, most=_WORK).numpy(), ""
     except ValueError:
         some = sorted({round(k * (t - 1) / (_SAMPLE - 1)) for k in range(_SAMPLE)})
         sizes = [[1] * len(some)]
