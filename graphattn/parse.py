@@ -7,6 +7,7 @@ number of targets: that is the `size` the whole expression is read for.  `@edges
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import types
 import zipfile
@@ -21,13 +22,15 @@ from graphattn.graph import Graph
 
 # longest text, deepest nesting and longest list that are read
 MAX_TEXT, MAX_DEPTH, MAX_LIST = 10_000, 64, 4096
+# largest number in an argument
+MAX_NUMBER = 2**31
 # bytes an edge file may take, unpacked
 MAX_EDGE_BYTES = 2**30
 
 # patterns the language knows, as far as `patterns` has them; those that take graphs or tensors are for Python
 NAMES = (
     *("full", "causal", "band", "window", "prefix", "self_loops", "empty", "dilated", "strided", "fixed"),
-    *("global_tokens", "random_regular", "bigbird", "blocks", "block_causal", "neighborhood", "shared_prefix"),
+    *("global_tokens", "random_regular", "bigbird", "block_causal", "neighborhood", "shared_prefix"),
     *("expander", "shifted_window", "documents"),
 )
 
@@ -52,8 +55,8 @@ def parse(text: str, size: int | tuple[int, int]) -> Graph:
     """The graph that an expression names.
 
     Args:
-        text: pattern calls joined by `& | - ^ ~` and parentheses.  An argument is an integer, a number, a word
-            (`align=end`), or a list of integers.  `@file.npz` holds `edge_index` (2, E), source above target.
+        text: pattern calls joined by `& | - ^ ~` and parentheses.  An argument is an integer, a word (`align=end`),
+            or a list of integers.  `@file.npz` holds `edge_index` (2, E), source above target.
         size: number of targets, or `(targets, sources)`; every pattern of the expression gets it.
 
     Raises:
@@ -171,14 +174,21 @@ class _Parser:
                 self.fail(f"{name} got an argument too many; {hint}", where)
             keywords[free[position]] = value
         for key, (where, value) in named.items():
-            if key not in free:
+            if key not in free:  # t and s as well
                 self.fail(f"{name} has no argument {_short(key)}; {hint}", where)
             if key in keywords:
                 self.fail(f"{name} got {key} twice", where)
             keywords[key] = value
+        if isinstance(keywords.get("shape"), int):
+            self.fail(f"{name} needs a shape whose product is the size, {self.t}, such as [{self.t}]", at)
         missing = [n for n in free if parameters[n].default is inspect.Parameter.empty and n not in keywords]
         if missing:
             self.fail(f"{name} needs {missing[0]}: write {usage}", at)
+        if isinstance(keywords.get("degree"), int) and keywords["degree"] > max(self.t, self.s):
+            self.fail(f"{name} has degree {keywords['degree']}, but the size is {self.t}", at)
+        own = _own_size(keywords)
+        if own is not None and own != self.t:
+            self.fail(f"{name} describes {own} targets, but the size is {self.t}", at)
         if "t" in parameters:
             keywords["t"] = self.t
         if "s" in parameters:
@@ -235,21 +245,18 @@ class _Parser:
     def literal(word: str) -> Any:
         return {"True": True, "False": False, "None": None}.get(word, word)
 
-    def number(self) -> int | float:
+    def number(self) -> int:
         start = self.at
         if self.text[self.at : self.at + 1] in ("-", "+") and self.at < len(self.text):
             self.at += 1
-        while self.at < len(self.text) and (self.text[self.at] in ".0123456789"):
+        while self.at < len(self.text) and self.text[self.at] in "0123456789":
             self.at += 1
         token = self.text[start : self.at]
-        if not any(c.isdigit() for c in token):
-            self.fail("a number should come here", start)
-        if len(token) > 18:
-            self.fail("a number has at most 18 characters", start)
-        try:
-            return float(token) if "." in token else int(token)
-        except ValueError:
-            return self.fail(f"{token!r} is no number", start)
+        if not token.strip("+-") or self.text[self.at : self.at + 1] == ".":
+            self.fail("a whole number should come here", start)
+        if len(token) > 18 or abs(int(token)) > MAX_NUMBER:
+            self.fail(f"a number is at most {MAX_NUMBER}", start)
+        return int(token)
 
     def file(self) -> Graph:
         at = self.at
@@ -273,7 +280,7 @@ class _Parser:
         """`make()`, its refusals pointing at the text, its result of the expression's size."""
         try:
             out = make()
-        except (ValueError, TypeError, IndexError, OverflowError, MemoryError, RuntimeError, OSError) as error:
+        except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ParseError(f"{_short(what, quote=False)}: {reason[:400]}", self.text, at) from None
         if out.shape != (self.t, self.s):
@@ -325,6 +332,20 @@ def read_edges(path: str | Path, t: int, s: int) -> Graph:
     if shape != (t, s):
         raise ValueError(f"is for {shape[0]} targets and {shape[-1]} sources, but the size is {t} <- {s}")
     return from_edge_index(torch.from_numpy(edges.astype(np.int64)), (t, s))
+
+
+def _own_size(given: dict[str, Any]) -> int | None:
+    """Targets of a pattern whose arguments say it by themselves, known before anything is built."""
+
+    def numbers(name: str) -> list[Any] | None:
+        values = given.get(name)
+        return values if isinstance(values, list) and all(isinstance(n, int) for n in values) else None
+
+    if (shape := numbers("shape")) is not None:
+        return math.prod(shape[:64])
+    if (lengths := numbers("lengths") or numbers("sizes")) is not None:
+        return sum(lengths) + (given["prefix"] if isinstance(given.get("prefix"), int) else 0)
+    return None
 
 
 def _default(parameter: inspect.Parameter) -> str:
