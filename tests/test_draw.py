@@ -227,6 +227,22 @@ def test_weights_may_require_gradients_and_be_half() -> None:
     draw(g, torch.ones(6, dtype=torch.bfloat16), "matrix")
 
 
+def test_colours_differ_in_lightness_for_every_eye() -> None:
+    from matplotlib.colors import to_rgb
+
+    from graphattn.draw import palette
+
+    def lightness(color: object) -> float:
+        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))  # type: ignore[arg-type]
+        return 116 * (0.2126 * r + 0.7152 * g + 0.0722 * b) ** (1 / 3) - 16  # CIE L*
+
+    cmap = palette.scale(np.array([0.0, 1.0]))[1]
+    ramp = [lightness(cmap(x)) for x in np.linspace(0, 1, 20)]
+    assert all(a - b > 1 for a, b in zip(ramp, ramp[1:], strict=False)) and ramp[0] < 95
+    assert abs(lightness(palette.SOURCE) - lightness(palette.NODE)) > 40  # lit and unlit nodes of a stack
+    assert abs(lightness(palette.TARGET) - lightness(palette.NODE)) > 35
+
+
 # ---------------------------------------------------------------------- several
 
 

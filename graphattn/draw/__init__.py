@@ -5,6 +5,7 @@ An arrow runs from a source to the target that reads it; a matrix has a row per 
     draw(graph, weights)                one graph, one Axes; arrows, matrix, or the density of a large one
     draw_grid(graphs, weights)          small multiples on one scale: graphs, or the leading axes and heads of one
     draw_attention(tokens, graphs, w)   a trained model: a row of panels per layer, a column per head
+    attention_of(model, *inputs)        what it takes: the graph and the weights of every head a model calls
     draw_stack(graphs, target)          layers unrolled, with all that can reach the target lit up
     save(picture, path)                 PNG, SVG or PDF of any of them
     export(path, graph, weights)        one graph in the format the path ends in, .html, .graphml and .dot among them
@@ -24,8 +25,10 @@ from graphattn.draw.page import to_html
 from graphattn.draw.palette import save
 from graphattn.draw.picture import draw
 from graphattn.draw.stack import draw_stack
+from graphattn.draw.watch import attention_of
 
 __all__ = [
+    "attention_of",
     "draw",
     "draw_attention",
     "draw_grid",

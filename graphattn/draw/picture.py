@@ -314,13 +314,15 @@ def _draw_names(ax: Axes, graph: Graph, scene: _Scene, highlight: int | None, co
         target_ring[highlight], target_fill[highlight] = palette.TARGET, palette.TARGET_FILL
     away = "none" if scene.kind == "line" else "radial" if scene.one_set else "right"
     arrows.draw_nodes(
-        ax, scene.target_at, scene.target_labels, scene.radius, side="none" if hide else "inside" if scene.inside else away, size=size,
+        ax, scene.target_at, scene.target_labels, scene.radius, size=size,
+        side="none" if hide else "inside" if scene.inside else away,
         ring=target_ring, fill=target_fill, clear=scene.loop, looped=scene.looped,
     )  # fmt: skip
     if not scene.one_set:
         arrows.draw_nodes(
             ax, scene.source_at, scene.source_labels, scene.radius, size=size,
-            side="none" if hide else "inside" if scene.inside else "left", ring=[palette.SOURCE] * graph.s, fill=[palette.NODE] * graph.s,
+            side="none" if hide else "inside" if scene.inside else "left",
+            ring=[palette.SOURCE] * graph.s, fill=[palette.NODE] * graph.s,
         )  # fmt: skip
 
 
