@@ -95,7 +95,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{folder} can't be made: {error.strerror or error}") from None
-        empty = {"format": FORMAT, "step": 0, "finished": False, "best": None, "roles": {}, "files": {}}
+        empty = {"format": FORMAT, "step": 0, "steps": None, "finished": False, "best": None, "roles": {}, "files": {}}
         run = cls(folder, empty)
         run.lock()
         run._sweep()
@@ -120,8 +120,15 @@ class Run:
         if write:
             run.lock()
         try:
-            run.manifest = _read_manifest(folder)
-            run._check_files()
+            while True:
+                run.manifest = _read_manifest(folder)
+                try:
+                    run._check_files()
+                    break
+                except RunError:
+                    # a run that is being written may have moved on to its next checkpoint meanwhile
+                    if write or _read_manifest(folder)["step"] <= run.step:
+                        raise
             if write:
                 run._sweep()
                 run._start_metrics()
@@ -193,8 +200,11 @@ class Run:
         entry, path = self.files.get(name), self.folder / name
         if entry is None:
             raise RunError(f"{path} is not part of the run: {MANIFEST} does not list it")
-        with path.open("rb") as stream:
-            raw = stream.read(entry["bytes"])
+        try:
+            with path.open("rb") as stream:
+                raw = stream.read(entry["bytes"])
+        except OSError as error:
+            raise RunError(f"{path} can't be read: {error.strerror or error}") from None
         if len(raw) != entry["bytes"] or hashlib.sha256(raw).hexdigest() != entry["sha256"]:
             raise RunError(f"{path} is damaged: its sha256 is not the one in {MANIFEST}")
         return raw
@@ -208,11 +218,13 @@ class Run:
             raise RunError(f"{self.folder / name} is no JSON: {error}") from None
 
     def config(self) -> TrainConfig:
+        """As the run began, but for the number of steps if it was changed on the way."""
         values = self.read_json("config.json")
         try:
             if not isinstance(values, dict):
                 raise ValueError("it is no mapping")
-            return TrainConfig.from_dict(values)
+            config = TrainConfig.from_dict(values)
+            return config if self.manifest["steps"] is None else config.replace(steps=self.manifest["steps"]).check()
         except (ValueError, TypeError) as error:
             raise RunError(f"{self.folder / 'config.json'} is no configuration: {error}") from None
 
@@ -339,6 +351,16 @@ class Run:
         for name in [n for n in self.files if re.match(r"summary\.json|sample\.txt|.*\.png", n)]:
             del self.files[name]
 
+    def discard(self) -> None:
+        """Remove a run that could not be begun, and its folder if nothing else is in it."""
+        self.close()
+        self.manifest["files"] = {}
+        with contextlib.suppress(OSError):
+            self._sweep()
+            for name in (MANIFEST, "metrics.jsonl"):
+                (self.folder / name).unlink(missing_ok=True)
+            self.folder.rmdir()
+
     def _undo(self, manifest: dict[str, Any]) -> None:
         self.manifest = manifest
         with contextlib.suppress(OSError):
@@ -437,10 +459,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _manifest_problem(manifest: dict[str, Any]) -> str | None:
-    if set(manifest) != {"format", "step", "finished", "best", "roles", "files", "self"}:
+    if set(manifest) != {"format", "step", "steps", "finished", "best", "roles", "files", "self"}:
         return "it does not have the fields of a manifest"
-    if not _whole(manifest["step"]) or type(manifest["finished"]) is not bool:
-        return "its step is no whole number, or finished neither true nor false"
+    if not _whole(manifest["step"]) or not (manifest["steps"] is None or _whole(manifest["steps"])):
+        return "its step or steps is no whole number"
+    if type(manifest["finished"]) is not bool:
+        return "finished is neither true nor false"
     best = manifest["best"]
     if best is not None and not (
         isinstance(best, dict)

@@ -20,7 +20,7 @@ DATASETS = {
     )
 }
 # bytes of text that are read into memory
-MAX_TEXT = 2**31
+MAX_TEXT = 2**30
 
 
 def read_text(paths: Sequence[str] = (), dataset: str = "") -> tuple[str, str]:

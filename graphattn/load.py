@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from graphattn.checkpoint import Run, RunError, read_header
+from graphattn.checkpoint import MANIFEST, Run, RunError, read_header
 from graphattn.config import TrainConfig
 from graphattn.data import Vocabulary
 from graphattn.gpt import GPT, GPTConfig, cycle
@@ -51,6 +51,7 @@ def load(folder: str | Path, *, which: str = "best", block: int | None = None, d
     cycle(graphs, config.layers)
     best = which == "best" and run.best is not None
     role = "best" if best else "weights"
+    _check_layers(run, role, config.layers)
     with torch.device("meta"):
         model = GPT(model_config(config, len(vocabulary)))
     load_weights(model, run, role)
@@ -87,6 +88,16 @@ def load_weights(model: GPT, run: Run, role: str) -> None:
     if on_meta:
         for block in model.blocks:
             block.reset_buffers()  # type: ignore[operator]
+
+
+def _check_layers(run: Run, role: str, layers: int) -> None:
+    """Before a model of that many layers is built, even without memory for its weights."""
+    path = run.folder / run.manifest["roles"].get(role, MANIFEST)
+    if path.name == MANIFEST:
+        raise RunError(f"{run.folder} has no {role}")
+    found = sum(name.endswith(".out.weight") for name in read_header(path))
+    if found != layers:
+        raise RunError(f"{path} does not fit the configuration: it has {found} layers, needed {layers}")
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -85,6 +85,7 @@ def train(
         source = "given in code"
         if text is None:
             text, source = read_text(config.text, config.dataset)
+            config = config.replace(text=[str(Path(p).absolute()) for p in config.text])
         if graphs is None:
             graphs = [parse(e, config.block) for e in config.graph]
         else:
@@ -136,8 +137,8 @@ def resume(
                 return Result(Path(out), run.step, True, run.read_json("summary.json").get("val_loss"))
             trainer = _Trainer(config, run.vocabulary(), run.graphs(), _text_of(run, config), world, say, progress)
             trainer.restore(run)
-            if world.first and steps is not None:
-                run.put_json("config.json", config.as_dict())
+            if steps is not None:
+                run.manifest["steps"] = steps  # joins the run with its next checkpoint
             return trainer.follow(run if world.first else None, Path(out), until, signals)
         finally:
             run.close()
@@ -179,9 +180,10 @@ class _Trainer:
         self.say = say if say is not None and world.first else lambda line: None
         self.progress = progress and world.first
         self.device = world.device
-        self.windows = Windows.split(vocabulary.encode(text), config.block, config.holdout)
+        self.windows = Windows.split(vocabulary.encode(text).to(torch.int32), config.block, config.holdout)
         refuse_leak(config, graphs)
-        self.model = GPT(model_config(config, len(vocabulary)))
+        with _random_state(self.device):
+            self.model = GPT(model_config(config, len(vocabulary)))
         self.model.reset_parameters(torch.Generator().manual_seed(mix(config.seed, "weights")))
         self.model.to(self.device, torch.float64 if config.dtype == "float64" else torch.float32)
         self.here = [g.to(self.device) for g in graphs]
@@ -211,7 +213,12 @@ class _Trainer:
                 run.put_json("text.json", {"sha256": _sha256(self.text), "characters": len(self.text)})
             run.save(0, weights_of(self.model), {})
 
-        self.world.on_first(write if run is not None else None)
+        try:
+            self.world.on_first(write if run is not None else None)
+        except BaseException:
+            if run is not None:
+                run.discard()
+            raise
 
     def restore(self, run: Run) -> None:
         from graphattn.load import load_weights

@@ -37,7 +37,12 @@ def test_utf8_whatever_the_locale(tmp_path) -> None:
         "import sys; from graphattn.data import *; t = read_text([sys.argv[1]])[0]; v = Vocabulary.of(t)\n"
         "import hashlib; print(hashlib.sha256(v.decode(v.encode(t)).encode()).hexdigest())"
     )
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    environment = os.environ | {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii",
+    }
     out = subprocess.run([sys.executable, "-c", code, str(file)], env=environment, capture_output=True, text=True)
     assert out.stdout.strip() == hashlib.sha256(STRANGE.encode()).hexdigest(), out.stderr
 
@@ -123,7 +128,9 @@ def test_split_keeps_the_last_tenth() -> None:
     assert x.shape == (1742, 64) and int(x[0, 0]) == 1003854 and torch.equal(y[:, :-1], x[:, 1:])
     assert torch.equal(x.flatten(), torch.arange(1003854, 1003854 + 1742 * 64))
     some = w.evaluation(100)[0]
-    assert some.shape == (100, 64) and (some[:, 0].diff() > 0).all() and (some[:, 0] - 1003854).remainder(64).eq(0).all()
+    assert (
+        some.shape == (100, 64) and (some[:, 0].diff() > 0).all() and (some[:, 0] - 1003854).remainder(64).eq(0).all()
+    )
 
 
 def test_every_window_is_drawn_and_none_beyond() -> None:

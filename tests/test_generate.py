@@ -52,7 +52,9 @@ def prompt_of(length: int, batch: int | None = None) -> torch.Tensor:
 
 
 @torch.no_grad()
-def definition(model: GPT, graphs: list[ga.Graph], prompt: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def definition(
+    model: GPT, graphs: list[ga.Graph], prompt: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Greedy tokens and the logits they come from, each from its whole context."""
     tokens, seen = prompt[None], []
     for _ in range(length):
