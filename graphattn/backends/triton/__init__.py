@@ -1,0 +1,109 @@
+"""Triton kernels, for any graph on a GPU: per target and per source where edges are few, in tiles where they are dense.
+
+Exact and bit-identical between runs: forward and gradient add nothing atomically.  Keys and values are read where they
+lie (any strides), all heads of a node together where they lie together.  A target or source with many edges is split and
+its parts merged.  The tiles multiply hidden pairs of a tile that holds some edges by 0, so that a NaN in their value
+spreads; the kernels for sparse graphs never touch what a target does not read.
+
+Without a GPU the kernels run in triton's interpreter (TRITON_INTERPRET=1), for tests.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from torch import Tensor
+
+from ..call import Call, learnt
+from . import plan
+
+FULL = 0.1  # share of edges in their tiles from which tiles are faster than edges
+
+
+def why_not(call: Call) -> str | None:
+    """Everything in up to float32, where triton and a CUDA device are."""
+    if call.q.dtype == torch.float64:
+        return "its kernels compute in float32, and q is float64"
+    device = call.q.device.type
+    if device == "cpu" and not interpreted():
+        return "it needs a CUDA device, and q is on cpu (TRITON_INTERPRET=1 runs the kernels in triton's interpreter)"
+    if device not in ("cpu", "cuda"):
+        return f"it needs a CUDA device, and q is on {device}"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed (pip install triton)"
+    if device == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(call.q.device) < (8, 0):
+        return "its kernels need compute capability 8.0 or later"
+    if max(call.q.shape[-1], call.v.shape[-1]) > 512:
+        return f"its kernels hold widths up to 512, and these are {call.q.shape[-1]} and {call.v.shape[-1]}"
+    if call.batch > 65535 or call.heads > 65535:
+        return f"a launch holds 65,535 batch and head indices, and these are {call.batch} and {call.heads}"
+    if call.graph.s >= 2**31 or call.graph.t >= 2**31:
+        return "it numbers targets and sources in 32 bits"
+    return None
+
+
+def interpreted() -> bool:
+    """Triton's interpreter was asked for."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def cost(call: Call) -> float:
+    """Bytes gathered per edge, or pairs of tiles at half the matrix rate; never by itself in the interpreter."""
+    if call.q.device.type != "cuda":
+        return math.inf
+    width = call.q.shape[-1] + call.v.shape[-1]
+    if in_tiles(call):
+        bm, bn = tile_size(call)
+        cells = call.edge_work / max(plan.fill(call.graph, bm, bn), 1e-9)
+        rate = 350e12 if call.q.dtype != torch.float32 else 25e12
+        return 40e-6 + cells * 2 * width / rate * (4.0 if call.needs_grad else 1.0)
+    size = call.q.element_size()
+    traffic = call.edge_work * (width * size + 4) + call.batch * call.heads * call.graph.t * width * size
+    return 60e-6 + traffic / 3e12 * (3.0 if call.needs_grad else 1.0)
+
+
+def memory(call: Call) -> int:
+    """Bytes beyond inputs and output: lists of edges, float32 gradients, gradients per edge before they are summed."""
+    graph = call.graph
+    size = 4 * call.batch * call.heads * graph.t
+    if call.needs_grad:
+        size += 8 * call.batch * call.heads * (graph.t * call.q.shape[-1] + graph.s * (call.q.shape[-1] + call.v.shape[-1]))
+    if in_tiles(call):
+        return size
+    size += graph.num_edges * 4 * (3 if call.needs_grad else 1)
+    if call.needs_grad:
+        wanted = [x for x in (call.bias, call.edge_key, call.edge_value) if x is not None and x.requires_grad]
+        size += sum(4 * call.edge_work * (x.shape[-1] if x.shape[-1] != graph.num_edges else 1) for x in wanted)
+    return size
+
+
+def in_tiles(call: Call) -> bool:
+    """Whether the call goes to the matrix units: scaled products on a graph whose tiles are full enough."""
+    if call.score.name != "dot" or call.edge_key is not None or call.edge_value is not None or call.bias is not None:
+        return False
+    if call.position is not None and call.needs_grad and any(x is not None and x.requires_grad for x in learnt(call)):
+        return False  # their gradient is summed per distance from a number per edge
+    d, dv = call.q.shape[-1], call.v.shape[-1]
+    if max(d, dv) > 256 or min(d, dv) < 8:
+        return False
+    return plan.fill(call.graph, *tile_size(call)) >= FULL
+
+
+def tile_size(call: Call) -> tuple[int, int]:
+    """Targets and sources of a tile."""
+    if interpreted() and call.q.device.type == "cpu":
+        return 16, 32
+    return (128, 64) if max(call.q.shape[-1], call.v.shape[-1]) <= 128 else (64, 32)
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """`(out, lse)`."""
+    if call.graph.num_edges == 0 or call.q.numel() == 0 or call.v.numel() == 0 or call.q.shape[-1] == 0:
+        return call.zeros()
+    from . import launch
+
+    return launch.tiles(call, *tile_size(call)) if in_tiles(call) else launch.rows(call)
