@@ -39,21 +39,15 @@ def to_mask(graph: Graph) -> Tensor:
     Raises:
         ValueError: more than 2**32 cells (4 GiB); the figure is named.
     """
-    s, rows = graph.s, graph.rows
     _refuse_dense(graph, 1)
-    out = torch.zeros(rows, s, dtype=torch.bool, device=graph.device)
-    step = max(1, BLOCK // (s + 1))
+    s, rows = graph.s, graph.rows
+    if rows * s <= BLOCK:
+        return graph.dense()
+    out = torch.empty(rows, s, dtype=torch.bool, device=graph.device)
+    step = max(1, BLOCK // s)
     for low in range(0, rows, step):
-        high = min(rows, low + step)
-        a, b = graph.indptr[low], graph.indptr[high]
-        base = torch.repeat_interleave(
-            torch.arange(high - low, device=graph.device), graph.indptr[low : high + 1].diff()
-        )
-        base *= s + 1
-        change = torch.zeros((high - low) * (s + 1), dtype=torch.int8, device=graph.device)
-        change[base + graph.start[a:b]] = 1
-        change[base + graph.stop[a:b]] = -1
-        out[low:high] = torch.cumsum(change, 0, dtype=torch.int8).view(-1, s + 1)[:, :s].bool()
+        pick = torch.arange(low, min(rows, low + step), device=graph.device)
+        out[low : low + step] = graph._gather_rows(pick, (pick.numel(), s)).dense()
     return out.view(graph.shape)
 
 

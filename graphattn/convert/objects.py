@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 
-def from_networkx(graph: nx.Graph, order: Sequence[Hashable] | None = None) -> Graph:
+def from_networkx(
+    graph: nx.Graph, order: Sequence[Hashable] | None = None, return_order: bool = False
+) -> Graph | tuple[Graph, list[Hashable]]:
     """A networkx graph: arc (i, j) is the edge i -> j, so target j reads source i; an undirected edge goes both ways.
 
     Parallel arcs collapse, attributes are left behind.  Nodes labelled 0..n-1 are taken by label, however they were
     added.  Any other labels need `order`, the label of node 0, 1, ...: the order your feature rows have.
+    `return_order=True` also returns that list, 0..n-1 if none was needed.
 
     Raises:
         ValueError: labels that are not 0..n-1 without `order`, or an `order` that does not list every node once.
@@ -47,6 +50,8 @@ def from_networkx(graph: nx.Graph, order: Sequence[Hashable] | None = None) -> G
         pairs = np.concatenate([pairs, pairs[:, ::-1]])
     out = from_edge_index(torch.from_numpy(np.ascontiguousarray(pairs.T)), (n, n))
     assert isinstance(out, Graph)
+    if return_order:
+        return out, list(range(n)) if order is None else list(order)
     return out
 
 
