@@ -59,6 +59,7 @@ class TrainConfig:
     eval_every: int = _option(250, "steps between evaluations")
     eval_windows: int = _option(256, "held-out windows of an evaluation on the way; the last one reads all; 0: all")
     save_every: int = _option(250, "steps between checkpoints")
+    sample: int = _option(500, "characters of the sample a finished run writes")
     seed: int = _option(1337, "of initial weights, batches and dropout")
 
     device: str = _option("auto", "auto, cpu, cuda or cuda:N")
@@ -71,9 +72,27 @@ class TrainConfig:
             setattr(self, f.name, coerce(f.name, getattr(self, f.name)))
         for name in ("layers", "heads", "width", "block", "batch", "accumulate", "eval_every", "save_every"):
             _need(self, name, getattr(self, name) >= 1, "at least 1")
-        for name in ("steps", "warmup", "kv_heads", "eval_windows", "softcap", "decay", "clip", "min_lr", "loss_from"):
+        for name in (
+            "steps",
+            "warmup",
+            "kv_heads",
+            "eval_windows",
+            "softcap",
+            "decay",
+            "clip",
+            "min_lr",
+            "loss_from",
+            "sample",
+        ):
             _need(self, name, getattr(self, name) >= 0, "at least 0")
-        for name, most in (("layers", 1024), ("width", 2**16), ("block", 2**20), ("batch", 2**20), ("steps", 2**40)):
+        for name, most in (
+            ("layers", 1024),
+            ("width", 2**16),
+            ("block", 2**20),
+            ("batch", 2**20),
+            ("steps", 2**40),
+            ("lr", 1e3),
+        ):
             _need(self, name, getattr(self, name) <= most, f"at most {most}")
         _need(self, "lr", self.lr > 0, "above 0")
         for name in ("dropout", "beta1", "beta2"):

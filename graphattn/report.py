@@ -7,8 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from graphattn.checkpoint import Run
 from graphattn.config import TrainConfig
 from graphattn.generate import generate
@@ -17,8 +15,6 @@ from graphattn.graph import Graph
 
 if TYPE_CHECKING:
     from graphattn.data import Vocabulary
-
-SAMPLE = 500
 
 
 def write_pictures(run: Run, graphs: Sequence[Graph], config: TrainConfig) -> None:
@@ -64,9 +60,8 @@ def first_prompt(vocabulary: Vocabulary) -> str:
     return "\n" if "\n" in vocabulary.characters else vocabulary.characters[0]
 
 
-def write_sample(run: Run, model: GPT, graphs: Sequence[Graph], vocabulary: Vocabulary, seed: int) -> None:
-    """`sample.txt`, 500 characters."""
+def write_sample(run: Run, model: GPT, graphs: Sequence[Graph], vocabulary: Vocabulary, config: TrainConfig) -> None:
+    """`sample.txt`, `config.sample` characters."""
     start = vocabulary.encode(first_prompt(vocabulary))
-    tokens = generate(model, [g.to(model.tokens.weight.device) for g in graphs], start, SAMPLE, seed=seed)
-    with torch.no_grad():
-        run.put("sample.txt", vocabulary.decode(tokens[1:]).encode("utf-8"))
+    tokens = generate(model, graphs, start, config.sample, seed=config.seed)
+    run.put("sample.txt", vocabulary.decode(tokens[1:]).encode("utf-8"))

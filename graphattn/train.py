@@ -187,6 +187,9 @@ class _Trainer:
         self.model.reset_parameters(torch.Generator().manual_seed(mix(config.seed, "weights")))
         self.model.to(self.device, torch.float64 if config.dtype == "float64" else torch.float32)
         self.here = [g.to(self.device) for g in graphs]
+        if config.backend != "auto":  # one that can't do this says so before anything is written
+            with torch.no_grad():
+                self.loss(self.model, *self.windows.batch(torch.tensor([0])))
         self.optimizer = make_optimizer(self.model, config)
         self.step = 0
         self.best: dict[str, Any] | None = None
@@ -379,7 +382,7 @@ class _Trainer:
             assert run is not None
             run.put_json("summary.json", summary)
             write_pictures(run, cycle(self.graphs, len(self.graphs)), config)
-            write_sample(run, self.model, self.graphs, self.vocabulary, config.seed)
+            write_sample(run, self.model, self.graphs, self.vocabulary, config)
             run.commit(finished=True)
 
         self._on_first(run, write)

@@ -1,0 +1,527 @@
+"""Training: what a step is, which graphs are refused, and that stopping anywhere changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphattn as ga
+from graphattn import distributed
+from graphattn.checkpoint import MANIFEST, Run, RunError
+from graphattn.config import PRESETS, TrainConfig
+from graphattn.data import Vocabulary, Windows
+from graphattn.gpt import GPT, cycle
+from graphattn.train import (
+    LeakError,
+    TrainError,
+    _Signals,
+    _Trainer,
+    learning_rate,
+    make_optimizer,
+    model_config,
+    resume,
+    train,
+)
+
+TEXT = "to be, or not to be: that is the question. " * 60
+TINY: dict = {
+    "steps": 12, "layers": 2, "heads": 2, "width": 8, "block": 8, "batch": 4,
+    "eval_every": 4, "save_every": 3, "sample": 9, "warmup": 3,
+}  # fmt: skip
+ROOT = Path(__file__).parent.parent
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """What must not depend on whether a run was stopped: everything but the seconds it took."""
+    out = {p.name: p.read_bytes() for p in folder.iterdir()}
+    for name in ("summary.json", MANIFEST):
+        out.pop(name, None)
+    return {k: v for k, v in out.items() if not k.endswith(".png")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(out, text=TEXT, **TINY, dropout=0.2)
+    return out
+
+
+# ---------------------------------------------------------------------- a step
+
+
+def test_learning_rate() -> None:
+    c = TrainConfig(steps=2000, warmup=100, lr=1e-3, min_lr=1e-4)
+    rates = [learning_rate(c, s) for s in range(2001)]
+    assert rates[0] == pytest.approx(1e-3 / 101) and rates[99] == pytest.approx(1e-3 * 100 / 101)
+    assert rates[100] == 1e-3 and rates[1050] == pytest.approx(5.5e-4) and rates[2000] == pytest.approx(1e-4)
+    assert all(a >= b for a, b in zip(rates[100:], rates[101:], strict=False))
+    c.schedule = "constant"
+    assert {learning_rate(c, s) for s in range(100, 2000)} == {1e-3}
+    assert learning_rate(TrainConfig(steps=5, warmup=9), 7) < 1e-3
+
+
+def test_decay_groups() -> None:
+    config = TrainConfig(bias=True, qk_norm=True, position="relative")
+    model = GPT(model_config(config, 5))
+    groups = make_optimizer(model, config).param_groups
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert all(p.dim() >= 2 for p in groups[0]["params"]) and all(p.dim() < 2 for p in groups[1]["params"])
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+
+
+def test_one_step_is_adamw_on_the_named_batch(tmp_path) -> None:
+    train(tmp_path / "r", text=TEXT, **TINY | {"steps": 1, "warmup": 0, "clip": 0.0})
+    got = Run.open(tmp_path / "r").tensors("weights")
+    config = TrainConfig(**TINY)
+    vocabulary = Vocabulary.of(TEXT)
+    windows = Windows.split(vocabulary.encode(TEXT), 8, 0.1)
+    from graphattn.data import mix
+
+    model = GPT(model_config(config, len(vocabulary)))
+    model.reset_parameters(torch.Generator().manual_seed(mix(1337, "weights")))
+    x, y = windows.batch(windows.starts(1337, 0, 4))
+    model(x, ga.causal(8), y)[1].backward()
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "weight_decay": 0.1 * (p.dim() > 1)} for p in model.parameters()], lr=1e-3, betas=(0.9, 0.99)
+    )
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(got[name], p.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_clipping_bounds_the_step(tmp_path) -> None:
+    for clip, name in ((1e-3, "a"), (0.0, "b")):
+        train(tmp_path / name, text=TEXT, **TINY | {"steps": 2, "clip": clip})
+    a, b = (Run.open(tmp_path / n).metrics() for n in "ab")
+    assert a[0]["grad_norm"] == b[0]["grad_norm"] > 1e-3 and a[1]["loss"] != b[1]["loss"]
+
+
+def test_accumulation_changes_nothing_but_memory(tmp_path) -> None:
+    for n in (1, 2, 4):
+        train(tmp_path / str(n), text=TEXT, accumulate=n, **TINY)
+    losses = [[m["loss"] for m in Run.open(tmp_path / str(n)).metrics()] for n in (1, 2, 4)]
+    for other in losses[1:]:
+        assert max(abs(a - b) for a, b in zip(losses[0], other, strict=True)) < 1e-5
+
+
+def test_evaluation_is_the_mean_over_all_held_out_windows(whole) -> None:
+    from graphattn.load import load
+
+    loaded = load(whole, which="last")
+    windows = Windows.split(loaded.vocabulary.encode(TEXT), 8, 0.1)
+    x, y = windows.evaluation()
+    with torch.no_grad():
+        expected = float(loaded.model.double()(x, ga.causal(8), y)[1])
+    summary = Run.open(whole).read_json("summary.json")
+    assert abs(summary["val_loss"] - expected) < 1e-6
+
+
+def test_it_learns(tmp_path) -> None:
+    result = train(
+        tmp_path / "r", text=TEXT, **TINY | {"steps": 150, "width": 32, "batch": 8, "lr": 5e-3, "save_every": 150}
+    )
+    records = Run.open(result.folder).metrics()
+    assert records[0]["loss"] > 2.5 and records[-1]["loss"] < 0.8 and result.val_loss < 0.8  # type: ignore[operator]
+
+
+def test_metrics_are_deterministic_and_complete(whole) -> None:
+    records = Run.open(whole).metrics()
+    assert [r["step"] for r in records] == list(range(1, 13))
+    assert all({"step", "loss", "lr", "grad_norm"} <= set(r) for r in records)
+    assert [r["step"] for r in records if "val_loss" in r] == [4, 8, 12]
+    best = Run.open(whole).best
+    assert best["val_loss"] == min(r["val_loss"] for r in records if "val_loss" in r)  # type: ignore[index]
+
+
+def test_random_state_of_the_caller_is_kept(tmp_path) -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    train(tmp_path / "r", text=TEXT, dropout=0.3, **TINY)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_hash_seed_does_not_matter(tmp_path, whole) -> None:
+    code = (
+        "import sys, json; from graphattn.train import train\n"
+        "train(sys.argv[1], text=sys.argv[2], dropout=0.2, **json.loads(sys.argv[3]))"
+    )
+    for n in ("12345",):
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / n), TEXT, json.dumps(TINY)],
+            env=os.environ | {"PYTHONHASHSEED": n, "LC_ALL": "C"}, check=True, cwd=ROOT,
+        )  # fmt: skip
+        a, b = bytes_of(tmp_path / n), bytes_of(whole)
+        assert a == b
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+def test_a_leaking_graph_is_refused_with_the_path(tmp_path) -> None:
+    for graph, says in (
+        (["full"], r"\d+ -> \d+ in layer 1: target \d+ reads its own label"),
+        (["causal", "band(2, 1)"], "in layer 2"),
+        (["prefix(4)"], "reads its own label"),
+    ):
+        with pytest.raises(LeakError, match=says) as caught:
+            train(tmp_path / "r", text=TEXT, **TINY, graph=graph)
+        assert "--allow-leak" in str(caught.value) and not (tmp_path / "r").exists()
+    assert train(tmp_path / "r", text=TEXT, **TINY, graph=["full"], allow_leak=True).finished
+
+
+def test_loss_from_makes_a_prefix_trainable(tmp_path) -> None:
+    with pytest.raises(LeakError):
+        train(tmp_path / "r", text=TEXT, **TINY, graph=["prefix(4)"], loss_from=2)
+    result = train(tmp_path / "r", text=TEXT, **TINY, graph=["prefix(4)"], loss_from=4)
+    from graphattn.load import load
+
+    loaded = load(result.folder, which="last")
+    x, y = Windows.split(loaded.vocabulary.encode(TEXT), 8, 0.1).evaluation()
+    y = y.clone()
+    y[:, :4] = -1
+    with torch.no_grad():
+        expected = float(loaded.model(x, ga.prefix(8, 4), y)[1])
+    assert result.val_loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_any_graph_trains_and_backends_agree(tmp_path) -> None:
+    keep = torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) < 0.5
+    holes = ga.from_mask(keep.tril() | torch.eye(8, dtype=torch.bool))
+    for graph in (ga.causal(8), holes):
+        losses = {}
+        for backend in ("sdpa", "edges", "csr"):
+            out = tmp_path / f"{backend}{graph.num_edges}"
+            train(out, text=TEXT, graphs=graph, backend=backend, **TINY)
+            losses[backend] = [m["loss"] for m in Run.open(out).metrics()]
+        for other in ("edges", "csr"):
+            assert max(abs(a - b) for a, b in zip(losses["sdpa"], losses[other], strict=True)) < 1e-4
+
+
+def test_wrong_graphs(tmp_path) -> None:
+    for graphs, says in (
+        (ga.causal(7), "must be 8 <- 8"),
+        ([ga.causal(8)] * 3, "at most one per layer, 2"),
+        ([], "at most one per layer"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            train(tmp_path / "r", text=TEXT, graphs=graphs, **TINY)
+    with pytest.raises(ValueError, match="unknown pattern"):
+        train(tmp_path / "r", text=TEXT, graph=["cusal"], **TINY)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"block": 0}, "--block must be at least 1, got 0"),
+        ({"layers": 0}, "--layers"),
+        ({"width": 9}, "--width must be a multiple of heads, 2, got 9"),
+        ({"kv_heads": 3}, "--kv-heads must be a divisor"),
+        ({"lr": 0.0}, "--lr must be above 0"),
+        ({"lr": math.nan}, "--lr must be finite"),
+        ({"lr": "fast"}, "--lr must be a number, got 'fast'"),
+        ({"steps": 2.5}, "--steps must be an integer"),
+        ({"steps": -1}, "--steps"),
+        ({"steps": True}, "--steps must be an integer"),
+        ({"dropout": 1.0}, "--dropout must be in"),
+        ({"holdout": 0.95}, "--holdout"),
+        ({"seed": -1}, "--seed"),
+        ({"loss_from": 8}, "--loss-from must be below block, 8"),
+        ({"position": "sin"}, "--position must be one of"),
+        ({"schedule": "step"}, "--schedule"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"device": "tpu"}, "--device must be"),
+        ({"device": "cuda:99"}, "--device"),
+        ({"accumulate": 3}, "--batch must be a multiple of accumulate, 3"),
+        ({"graph": []}, "--graph"),
+        ({"graph": ["causal"] * 3}, "--graph must be at most one per layer"),
+        ({"backend": "magic"}, "backend must be"),
+        ({"block": 4000}, "window of block 4000 needs 4001"),
+        ({"position": "rotary", "width": 6, "heads": 2}, "even number of features"),
+    ],
+)
+def test_wrong_options_write_nothing(tmp_path, change: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        train(tmp_path / "r", text=TEXT, **TINY | change)
+    assert "\n" not in str(caught.value) and not (tmp_path / "r").exists()
+
+
+def test_presets_are_configurations() -> None:
+    cpu, gpu = (TrainConfig(**PRESETS[n]).check() for n in ("cpu", "gpu"))
+    assert (cpu.layers, cpu.heads, cpu.width, cpu.block, cpu.batch, cpu.steps) == (4, 4, 128, 64, 12, 2000)
+    assert (gpu.layers, gpu.heads, gpu.width, gpu.block, gpu.batch, gpu.steps) == (6, 6, 384, 256, 64, 5000)
+    assert gpu.dropout == 0.2 and TrainConfig.from_dict(gpu.as_dict()) == gpu
+
+
+def test_every_kind_of_model_trains(tmp_path) -> None:
+    for n, change in enumerate(
+        (
+            {"position": "rotary", "kv_heads": 1},
+            {"position": "alibi", "softcap": 5.0},
+            {"position": "relative", "qk_norm": True, "bias": True},
+            {"position": "none", "tie": False, "schedule": "constant"},
+            {"dtype": "bfloat16", "dropout": 0.1},
+            {"dtype": "float64"},
+            {"holdout": 0.0},
+            {"steps": 0},
+        )
+    ):
+        out = tmp_path / str(n)
+        result = train(out, text=TEXT, **TINY | change)
+        assert result.finished and (result.val_loss is None) == (change.get("holdout") == 0.0)
+        assert all(math.isfinite(m["loss"]) for m in Run.open(out).metrics())
+
+
+# ---------------------------------------------------------------------- stopping and going on
+
+
+def test_resumed_anywhere_is_the_same_to_the_bit(tmp_path, whole) -> None:
+    for stops in ([5], [1, 2, 7], [4], [11], [3, 6, 9]):
+        out = tmp_path / "-".join(map(str, stops))
+        result = train(out, text=TEXT, until=stops[0], **TINY, dropout=0.2)
+        assert not result.finished and result.step == stops[0]
+        for stop in stops[1:]:
+            assert resume(out, until=stop).step == stop
+        assert resume(out).finished
+        assert bytes_of(out) == bytes_of(whole)
+        assert (
+            json.loads((out / "summary.json").read_text())["val_loss"]
+            == Run.open(whole).read_json("summary.json")["val_loss"]
+        )
+
+
+def test_killed_after_a_step_that_was_not_saved(tmp_path, whole, monkeypatch) -> None:
+    """The process ends between checkpoints: steps are repeated, and logged once."""
+
+    class Dead(BaseException):
+        pass
+
+    step = _Trainer._one_step
+
+    def mortal(self, model, out):
+        if self.step == 8:
+            raise Dead
+        return step(self, model, out)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Trainer, "_one_step", mortal)
+        with pytest.raises(Dead):
+            train(tmp_path / "r", text=TEXT, **TINY, dropout=0.2)
+    assert Run.open(tmp_path / "r").step == 8 or Run.open(tmp_path / "r").step == 6
+    assert len((tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()) == 8
+    resume(tmp_path / "r")
+    assert bytes_of(tmp_path / "r") == bytes_of(whole)
+
+
+def test_more_steps_for_a_finished_run(tmp_path, whole) -> None:
+    train(tmp_path / "r", text=TEXT, schedule="constant", **TINY)
+    assert resume(tmp_path / "r").step == 12  # nothing to do
+    with pytest.raises(TrainError, match="step 12 already"):
+        resume(tmp_path / "r", steps=5)
+    result = resume(tmp_path / "r", steps=20)
+    assert result.finished and result.step == 20 and Run.open(tmp_path / "r").config().steps == 20
+    train(tmp_path / "straight", text=TEXT, schedule="constant", **TINY | {"steps": 20})
+    a, b = bytes_of(tmp_path / "r"), bytes_of(tmp_path / "straight")
+    a.pop("config.json"), b.pop("config.json")
+    assert a == b
+
+
+def test_a_text_that_was_too_long_to_copy_must_be_the_same(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["graphattn.train"], "MAX_COPY", 10)
+    file = tmp_path / "t.txt"
+    file.write_text(TEXT)
+    train(tmp_path / "r", text=None, until=3, **TINY, config=TrainConfig(text=[str(file)]))
+    assert "text.txt" not in Run.open(tmp_path / "r").files
+    file.write_text(TEXT + "!")
+    with pytest.raises(TrainError, match="sha256 is another"):
+        resume(tmp_path / "r")
+    file.write_text(TEXT)
+    assert resume(tmp_path / "r").finished
+
+
+def test_a_loss_that_is_not_finite_stops_and_is_not_saved(tmp_path, monkeypatch) -> None:
+    real = _Trainer.loss
+
+    def poisoned(self, model, inputs, targets):
+        loss = real(self, model, inputs, targets)
+        return loss * math.nan if self.step == 7 and model.training else loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Trainer, "loss", poisoned)
+        with pytest.raises(TrainError, match="the loss is nan in step 8: stopped and not saved"):
+            train(tmp_path / "r", text=TEXT, **TINY)
+    r = Run.open(tmp_path / "r")
+    assert r.step in (4, 6) and all(bool(torch.isfinite(w).all()) for w in r.tensors("weights").values())
+    assert resume(tmp_path / "r").finished
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch) -> None:
+    step = _Trainer._one_step
+
+    def overflow(self, model, out):
+        record = step(self, model, out)
+        if self.step == 6:
+            self.model.norm.weight.data[0] = math.inf
+        return record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Trainer, "_one_step", overflow)
+        with pytest.raises(TrainError, match="a weight is not finite after step 6: stopped"):
+            train(tmp_path / "r", text=TEXT, **TINY)
+    assert Run.open(tmp_path / "r").step == 4
+    assert resume(tmp_path / "r").finished
+
+
+def test_best_is_never_replaced_by_worse(tmp_path, monkeypatch) -> None:
+    values = iter([3.0, 2.0, 2.5, 2.0])
+    monkeypatch.setattr(_Trainer, "evaluate", lambda self, most=0: next(values))
+    train(tmp_path / "r", text=TEXT, **TINY)
+    r = Run.open(tmp_path / "r")
+    assert r.best == {"step": 8, "val_loss": 2.0}
+    assert r.manifest["roles"]["best"] == "weights-8.safetensors"
+
+
+def test_signals_finish_the_step(tmp_path, monkeypatch, whole) -> None:
+    step = _Trainer._one_step
+    for number in (signal.SIGINT, signal.SIGTERM):
+        out = tmp_path / str(number)
+
+        def interrupted(self, model, folder, number=number):
+            record = step(self, model, folder)
+            if self.step == 5:
+                os.kill(os.getpid(), number)
+            return record
+
+        before = signal.getsignal(number)
+        with monkeypatch.context() as patch:
+            patch.setattr(_Trainer, "_one_step", interrupted)
+            result = train(out, text=TEXT, **TINY, dropout=0.2)
+        assert result.stopped_by == number and result.step == 5 and not result.finished
+        assert signal.getsignal(number) == before
+        assert Run.open(out).step == 5
+        resume(out)
+        assert bytes_of(out) == bytes_of(whole)
+
+
+def test_second_ctrl_c_stops_at_once() -> None:
+    with _Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+
+def test_refusals_of_resume(tmp_path, whole) -> None:
+    with pytest.raises(RunError, match="does not exist"):
+        resume(tmp_path / "none")
+    with pytest.raises(RunError, match="holds a run already"):
+        train(whole, text=TEXT, **TINY)
+    with Run.open(whole, write=True), pytest.raises(RunError, match="in use"):
+        resume(whole, steps=20)
+
+
+KILLED = """
+import os, random, signal, sys, threading, time, json
+from graphattn.train import resume, train
+out, after, number, text, options = sys.argv[1:]
+def die():
+    time.sleep(float(after))
+    os.kill(os.getpid(), int(number))
+threading.Thread(target=die, daemon=True).start()
+if os.path.exists(out + "/manifest.json"):
+    result = resume(out)
+else:
+    result = train(out, text=text, dropout=0.2, **json.loads(options))
+sys.exit(0 if result.finished else 9)
+"""
+
+
+def test_killed_processes_lose_nothing(tmp_path) -> None:
+    """A short version of benchmarks/resilience.py: real signals to real processes."""
+    options = TINY | {"steps": 150}
+    train(tmp_path / "whole", text=TEXT, dropout=0.2, **options)
+    out = tmp_path / "killed"
+    for attempt in range(40):
+        number = (signal.SIGKILL, signal.SIGTERM)[attempt % 2]
+        after = 0.12 * (attempt + 1) if attempt < 4 else 100
+        command = [sys.executable, "-c", KILLED, str(out), str(after), str(int(number)), TEXT, json.dumps(options)]
+        code = subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode
+        assert code in (0, 9, -number), code
+        if (out / MANIFEST).exists():
+            Run.open(out)  # readable whenever it died
+        if code == 0:
+            break
+    assert bytes_of(out) == bytes_of(tmp_path / "whole")
+    assert {p.name for p in out.iterdir()} == set(Run.open(out).files) | {MANIFEST}
+
+
+# ---------------------------------------------------------------------- several processes
+
+WORKER = """
+import json, sys
+from graphattn.train import train
+train(sys.argv[1], text=sys.argv[2], **json.loads(sys.argv[3]))
+"""
+
+
+def spawn(out: Path, options: dict, code: str = WORKER) -> list[int]:
+    """Two processes on loopback, in the environment torchrun gives them."""
+    with contextlib.closing(socket.socket()) as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    base = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(out), TEXT, json.dumps(options)],
+            env=base | {"RANK": str(r), "LOCAL_RANK": str(r), "GLOO_SOCKET_IFNAME": "lo"}, cwd=ROOT,
+        )
+        for r in range(2)
+    ]  # fmt: skip
+    return [p.wait(timeout=300) for p in running]
+
+
+def test_two_processes_train_as_one(tmp_path) -> None:
+    options = TINY | {"steps": 50, "save_every": 50, "eval_every": 10}
+    assert spawn(tmp_path / "two", options) == [0, 0]
+    train(tmp_path / "one", text=TEXT, **options)
+    one, two = Run.open(tmp_path / "one").metrics(), Run.open(tmp_path / "two").metrics()
+    assert len(two) == 50
+    for a, b in zip(one, two, strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-5 and abs(a.get("val_loss", 0) - b.get("val_loss", 0)) < 1e-5
+    # and one process goes on with what two began
+    assert resume(tmp_path / "two", steps=60).step == 60
+
+
+def test_all_processes_hear_that_the_first_failed() -> None:
+    world = distributed.World(0, 1, torch.device("cpu"))
+    with pytest.raises(RunError, match="full"):
+        world.on_first(lambda: (_ for _ in ()).throw(RunError("full")))
+    two = distributed.World(1, 2, torch.device("cpu"))
+    two.agree = lambda number: 1  # type: ignore[method-assign]
+    with pytest.raises(distributed.Elsewhere):
+        two.on_first(None)
+
+
+def test_graph_cycle_is_what_is_audited(tmp_path) -> None:
+    """A leak that needs a layer which only exists after cycling is found."""
+    step = ga.band(8, 0, 1) - ga.self_loops(8)  # i reads i + 1: a leak by itself
+    with pytest.raises(LeakError, match="layer 2"):
+        train(tmp_path / "r", text=TEXT, graphs=[ga.causal(8), step], **TINY)
+    assert cycle([ga.causal(8), step], 3)[2] == ga.causal(8)
