@@ -79,9 +79,9 @@ def load_nodes(name: str, path: str | Path | None = None) -> NodeData:
     if path is not None and Path(path).suffix == ".npz":
         return from_npz(path, name)
     if name not in DATASETS:
-        raise ValueError(f"dataset {name!r} is not known: use one of {', '.join(DATASETS)}, or give the path of an .npz")
+        raise ValueError(f"dataset {name!r} is not known: use one of {', '.join(DATASETS)}, or the path of an .npz")
     if path is None:
-        raise ValueError(f"{name} is read from files: give an .npz, a folder that holds it, or a folder to download into")
+        raise ValueError(f"{name} is read from files: give an .npz, its folder, or a folder to download into")
     for file in (f"planetoid_{name}.npz", f"{name}.npz"):
         if (Path(path) / file).is_file():
             return from_npz(Path(path) / file, name)
@@ -93,7 +93,7 @@ def from_npz(path: str | Path, name: str | None = None) -> NodeData:
 
     `edge_index (2, E)`, `x_indptr, x_indices, x_data, x_shape`, `y`, `train_mask, val_mask, test_mask` (Planetoid), or
     `edges (E, 2)` of undirected edges, `node_features`, `node_labels`, `train_masks, ...` `(splits, N)` (Platonov et
-    al. 2023).  Without masks: 20 training and 30 validation nodes of each class, drawn with seed 0 for each of 10 splits.
+    al. 2023).  Without masks: 10 splits, each drawing 20 training and 30 validation nodes of every class.
 
     Raises:
         ValueError: neither layout; what is missing is named.
@@ -107,7 +107,7 @@ def from_npz(path: str | Path, name: str | None = None) -> NodeData:
     wanted = ("edge_index", "x_indptr", "x_indices", "x_data", "x_shape", "y")
     missing = [key for key in wanted if key not in data]
     if missing:
-        raise ValueError(f"{path.name} lacks {', '.join(missing)}: it needs {', '.join(wanted)}, or node_features and edges")
+        raise ValueError(f"{path.name} lacks {', '.join(missing)} of {', '.join(wanted)}, and has no node_features")
     n, c = (int(v) for v in data["x_shape"])
     values = torch.from_numpy(data["x_data"]).float()
     indices = torch.from_numpy(data["x_indices"])
@@ -218,7 +218,7 @@ class _ArraysOnly(pickle.Unpickler):
             from scipy.sparse import csr_matrix
 
             return csr_matrix
-        raise pickle.UnpicklingError(f"this file names {module}.{name}: only arrays, sparse matrices and lists are read")
+        raise pickle.UnpicklingError(f"file names {module}.{name}: only arrays, sparse matrices and lists are read")
 
 
 def _unpickle(path: Path) -> Any:
@@ -238,7 +238,7 @@ def read_planetoid(raw: Path, name: str) -> NodeData:
 
     tx, allx, ty, ally, edges = (read(part) for part in ("tx", "allx", "ty", "ally", "graph"))
     train = read("y").shape[0]
-    test = np.loadtxt(raw / f"ind.{name.lower()}.test.index", dtype=np.int64)
+    test = np.loadtxt(raw / f"ind.{name.lower()}.test.index", dtype=np.int64, ndmin=1)
     low, size = int(test.min()), int(test.max()) - int(test.min()) + 1
     # CiteSeer's test nodes have gaps: isolated nodes without features, class 0 as in PyG
     place = sp.csr_matrix((np.ones(len(test)), (test - low, np.arange(len(test)))), shape=(size, len(test)))

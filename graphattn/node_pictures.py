@@ -69,10 +69,9 @@ def neighbourhood(
         wrong = "" if guess[n] == data.y[n] else f" ({int(data.y[n])})"
         names.append(f"{n}: {int(guess[n])}{wrong}")
     layout = _spread(nx.Graph(list(zip(source.tolist(), target.tolist(), strict=True))), part.t)
-    ax = _draw(  # type: ignore[operator]
-        part, weights[at], layout=layout, labels=names, highlight=None if graph.t <= _FEW else int((near == node).nonzero()),
-        title=f"{data.name}: whom {'each member' if graph.t <= _FEW else f'node {node}'} reads, mean of the first layer's heads",
-    )  # fmt: skip
+    whom, lit = ("each member", None) if graph.t <= _FEW else (f"node {node}", int((near == node).nonzero()))
+    title = f"{data.name}: whom {whom} reads, mean of the first layer's heads"
+    ax = _draw(part, weights[at], layout=layout, labels=names, highlight=lit, title=title)  # type: ignore[operator]
     return ax.figure
 
 
@@ -99,7 +98,8 @@ def confusion(y: Tensor, guess: Tensor, classes: int, name: str) -> Any:
     image = ax.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
     for i in range(classes):
         for j in range(classes):
-            ax.text(j, i, str(int(count[i, j])), ha="center", va="center", color="white" if share[i, j] > 0.55 else "black")
+            ink = "white" if share[i, j] > 0.55 else "black"
+            ax.text(j, i, str(int(count[i, j])), ha="center", va="center", color=ink)
     ax.set_xticks(range(classes))
     ax.set_yticks(range(classes))
     ax.set_xlabel("predicted class")

@@ -17,6 +17,7 @@ from .graph import Graph
 from .head import SCORES, Head
 
 BLOCKS = ("gat", "transformer")
+NORMS = ("layer", "batch")
 Features = Tensor | SparseFeatures
 
 
@@ -28,16 +29,18 @@ class GATLayer(nn.Module):
         head_dim, heads: width and number of heads.
         concat: heads side by side, `heads * head_dim` wide; else their mean, `head_dim` wide.
         score: "additive" (GAT), "gatv2" or "dot".
-        dropout: probability of dropping an edge.
+        dropout: probability of dropping an edge; value_dropout: an entry of the values, as in the authors' code.
         edge_dim: width of edge features, which enter the score before its nonlinearity ("dot": keys and values).
         residual: a learned projection of the features is added.
     """
 
     def __init__(
         self, dim: int, head_dim: int, heads: int = 1, *, concat: bool = True, score: str = "additive",
-        dropout: float = 0.0, slope: float = 0.2, edge_dim: int | None = None, residual: bool = False,
+        dropout: float = 0.0, value_dropout: float = 0.0, slope: float = 0.2, edge_dim: int | None = None,
+        residual: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.value_dropout = value_dropout
         self.head = _projected(Head(dim, head_dim, heads, score=score, dropout=dropout, slope=slope))
         self.concat = concat
         width = heads * head_dim if concat else head_dim
@@ -49,29 +52,43 @@ class GATLayer(nn.Module):
         """`(..., N, dim)` to `(..., N, width)`; edge_features `(E, edge_dim)` in edge order."""
         if self.edges is not None:
             options |= self.edges(edge_features)
-        out = self.head(x, graph, **options)
+        keys, values = self.head.keys_values(x)
+        queries = self.head.queries(x, None, values)
+        out = self.head.attend(queries, keys, drop(values, self.value_dropout, self.training), graph, **options)
         if not self.concat:
             out = out.unflatten(-1, (self.head.heads, self.head.head_dim)).mean(-2)
         out = out + self.bias
         return out if self.skip is None else out + self.skip(x)
 
 
+class NodeNorm(nn.BatchNorm1d):
+    """Batch norm over all nodes of all samples, `(..., N, C)`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
 class GraphBlock(nn.Module):
     """A transformer block on a graph: normalised attention, then a normalised two-layer network, each added to x.
 
-    Dwivedi and Bresson 2021, with the norms in front (Xiong et al. 2020).
+    Dwivedi and Bresson 2021, with the norms in front (Xiong et al. 2020).  norm: "layer", or "batch" over all nodes.
+    degree: what is read is also scaled by log(1 + degree) and projected (Corso et al. 2020): a mean forgets how many.
     """
 
     def __init__(
         self, dim: int, heads: int, *, score: str = "dot", dropout: float = 0.0, edge_dropout: float = 0.0,
-        edge_dim: int | None = None, expand: int = 2,
+        edge_dim: int | None = None, expand: int = 2, norm: str = "layer", degree: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if dim % heads:
             raise ValueError(f"the width must be a multiple of the number of heads, got {dim} and {heads}")
-        self.attention_norm, self.network_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        if norm not in NORMS:
+            raise ValueError(f"norm must be one of {', '.join(NORMS)}; got {norm!r}")
+        made = nn.LayerNorm if norm == "layer" else NodeNorm
+        self.attention_norm, self.network_norm = made(dim), made(dim)
         self.head = Head(dim, dim // heads, heads, score=score, bias=True, dropout=edge_dropout)
         self.out = nn.Linear(dim, dim)
+        self.by_degree = nn.Linear(dim, dim) if degree else None
         self.network = nn.Sequential(
             nn.Linear(dim, expand * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(expand * dim, dim)
         )
@@ -82,14 +99,19 @@ class GraphBlock(nn.Module):
         """`(..., N, dim)` to the same; edge_features `(E, edge_dim)` in edge order."""
         if self.edges is not None:
             options |= self.edges(edge_features)
-        x = x + self.dropout(self.out(self.head(self.attention_norm(x), graph, **options)))
+        read = self.head(self.attention_norm(x), graph, **options)
+        heard = self.out(read)
+        if self.by_degree is not None:
+            heard = heard + self.by_degree(read * torch.log1p(graph.degree().to(read.dtype))[..., None])
+        x = x + self.dropout(heard)
         return x + self.dropout(self.network(self.network_norm(x)))
 
 
 class EdgeFeatures(nn.Module):
     """Edge features as the options of `attend` that carry them, for a given head.
 
-    dot: added to keys and values (Shi et al. 2021, equation 3).  additive, gatv2: inside the score, before the leaky ReLU.
+    dot: added to keys and values (Shi et al. 2021, equation 3).
+    additive, gatv2: inside the score, before the leaky ReLU.
     """
 
     def __init__(self, edge_dim: int, head: Head) -> None:
@@ -104,7 +126,7 @@ class EdgeFeatures(nn.Module):
 
     def forward(self, edge_features: Tensor | None) -> dict[str, Tensor]:
         if edge_features is None:
-            raise ValueError("this layer was built with edge_dim, so it needs edge_features (E, edge_dim) in edge order")
+            raise ValueError("built with edge_dim, this layer needs edge_features (E, edge_dim) in edge order")
         e = self.project(edge_features).unflatten(-1, (self.heads, self.head_dim))  # (E, heads, head_dim)
         if self.score == "additive":
             return {"edge_key": (e * self.vector).sum(-1, keepdim=True)}
@@ -125,7 +147,7 @@ class NodeClassifier(nn.Module):
         heads, head_dim: of every hidden layer, whose width is their product.
         out_heads: heads averaged in the last GAT layer.
         score: "additive", "gatv2" or "dot"; by default "additive" for gat and "dot" for transformer.
-        dropout: on the features that enter each layer; edge_dropout: on edges.
+        dropout: on the features that enter each layer; edge_dropout: on edges; value_dropout: on values (gat alone).
         residual: GAT layers add a projection of their input.
         edge_dim: width of edge features.
     """
@@ -133,7 +155,7 @@ class NodeClassifier(nn.Module):
     def __init__(
         self, features: int, classes: int, *, block: str = "gat", layers: int = 2, heads: int = 8, head_dim: int = 8,
         out_heads: int = 1, score: str | None = None, dropout: float = 0.6, edge_dropout: float = 0.6,
-        slope: float = 0.2, residual: bool = False, edge_dim: int | None = None,
+        value_dropout: float = 0.0, slope: float = 0.2, residual: bool = False, edge_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if block not in BLOCKS:
@@ -145,7 +167,7 @@ class NodeClassifier(nn.Module):
         for name, n in (("features", features), ("classes", classes), ("layers", layers)):
             if n < 1:
                 raise ValueError(f"{name} must be at least 1, got {n}")
-        for name, p in (("dropout", dropout), ("edge_dropout", edge_dropout)):
+        for name, p in (("dropout", dropout), ("edge_dropout", edge_dropout), ("value_dropout", value_dropout)):
             if not 0 <= p < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {p}")
         self.block, self.dropout, self.features, self.classes = block, dropout, features, classes
@@ -157,8 +179,8 @@ class NodeClassifier(nn.Module):
                 made.append(
                     GATLayer(
                         width if n else features, classes if last else head_dim, out_heads if last else heads,
-                        concat=not last, score=score, dropout=edge_dropout, slope=slope, edge_dim=edge_dim,
-                        residual=residual,
+                        concat=not last, score=score, dropout=edge_dropout, value_dropout=value_dropout, slope=slope,
+                        edge_dim=edge_dim, residual=residual,
                     )  # fmt: skip
                 )
             self.layers = nn.ModuleList(made)
@@ -206,7 +228,7 @@ class NodeClassifier(nn.Module):
             raise ValueError(f"x has {x.shape[-1]} features, this model was built for {self.features}")
         seed = options.get("seed")
         if self.block == "transformer":
-            x = F.dropout(F.gelu(self.enter(x)), self.dropout, self.training)
+            x = drop(F.gelu(self.enter(x)), self.dropout, self.training)
         for n, layer in enumerate(self.layers):
             # each layer drops edges of its own
             mine = options if seed is None else options | {"seed": (seed + n * 0x9E3779B97F4A7C15) % 2**63}

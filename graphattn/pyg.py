@@ -26,8 +26,8 @@ class GraphAttentionConv(MessagePassing):
     """Attention along the edges of `edge_index`, with the signature of PyG's convolutions.
 
     Fits into `nn.Sequential`, `to_hetero`, bipartite pairs `(x_source, x_target)` and sampled mini-batches.  It is a
-    `Head` and nothing else scores or normalises: score "dot" is PyG's `TransformerConv`, "additive" its `GATConv`, "gatv2"
-    its `GATv2Conv`, numbers included.
+    `Head` and nothing else scores or normalises: score "dot" is PyG's `TransformerConv`, "additive" its `GATConv`,
+    "gatv2" its `GATv2Conv`, numbers included.
 
     A multigraph is refused: an edge that is given twice would count twice in PyG and once in a graph, which is a set.
 
@@ -109,10 +109,10 @@ class GraphAttentionConv(MessagePassing):
         """`(N, in)` to `(N, heads * out_channels)`, or `(N, out_channels)` averaged.
 
         Args:
-            x: `(N, in)` or, all batch entries sharing the edges, `(B, N, in)`; or a pair (sources, targets).  Targets may
-                be None for the additive score: they then score with their sources alone.
-            edge_index: `(2, E)`, row 0 = source, row 1 = target; or a sparse `(T_q, T_kv)` adjacency, a row per target;
-                or a `Graph`.
+            x: `(N, in)` or, all batch entries sharing the edges, `(B, N, in)`; or a pair (sources, targets).  Targets
+                may be None for the additive score: they then score with their sources alone.
+            edge_index: `(2, E)`, row 0 = source, row 1 = target; or a sparse `(T_q, T_kv)` adjacency, a row per
+                target; or a `Graph`.
             edge_attr: `(E, edge_dim)` in the order of edge_index (edge order for a `Graph`).
             size: (sources, targets), checked.
             return_attention_weights: also return (edge_index, weights `(E, heads)`), self-loops included, undropped.

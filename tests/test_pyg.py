@@ -34,7 +34,8 @@ def edges(targets: int, sources: int, n: int, square: bool = False) -> torch.Ten
     index = torch.stack([cells % (sources - 1), cells // (sources - 1)])
     if square:
         loops = torch.tensor([[2, 4], [2, 4]])
-        index = torch.cat([index[:, index[0] != index[1]], loops], 1)[:, torch.randperm((index[0] != index[1]).sum() + 2)]
+        index = torch.cat([index[:, index[0] != index[1]], loops], 1)
+        index = index[:, torch.randperm(index.shape[1])]
     return index
 
 

@@ -1,0 +1,30 @@
+"""Figures of many runs in one JSON file, so that a long series resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def read_runs(file: Path, recipe: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The runs kept in a JSON file, none if it is not there; ValueError if they are of another recipe."""
+    if not file.exists():
+        return {}
+    kept = json.loads(file.read_text())
+    if kept["recipe"] != recipe:
+        differ = sorted(k for k in recipe | kept["recipe"] if kept["recipe"].get(k) != recipe.get(k))
+        raise ValueError(f"{file} holds runs of a recipe with another {', '.join(differ)}: use another folder")
+    return kept["runs"]
+
+
+def write_runs(file: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all: written aside, then renamed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(f".{os.getpid()}.part")
+    with aside.open("w") as f:
+        json.dump(content, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(aside, file)
