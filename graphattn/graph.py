@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -625,16 +626,23 @@ def _merge_points(a: Tensor, b: Tensor, op: Callable[[Tensor, Tensor], Tensor]) 
     if a.numel() == 0 and b.numel() == 0:
         return a
     both = torch.cat([a, b])
-    at = torch.empty_like(both)
-    # merge two rising sequences by counting, for each, how many of the other come first
-    at[: a.numel()] = torch.searchsorted(b, a) + torch.arange(a.numel(), device=a.device)
-    at[a.numel() :] = torch.searchsorted(a, b, right=True) + torch.arange(b.numel(), device=a.device)
-    line = torch.empty_like(both)
-    line[at] = both
-    from_a = torch.zeros_like(both, dtype=torch.bool)
-    from_a[at[: a.numel()]] = True
-    in_a = torch.cumsum(from_a, 0) % 2 == 1
-    in_b = torch.cumsum(~from_a, 0) % 2 == 1
+    if a.device.type == "cpu":
+        # numpy's stable sort merges two rising sequences in one pass, and its accumulate scans bits as bits
+        order = both.numpy().argsort(kind="stable")
+        line = both[torch.from_numpy(order)]
+        from_a = (order < a.numel()).view("uint8")
+        in_a, in_b = (torch.from_numpy(np.bitwise_xor.accumulate(x).view(bool)) for x in (from_a, from_a ^ 1))
+    else:
+        at = torch.empty_like(both)
+        # merge by counting, for each, how many of the other come first
+        at[: a.numel()] = torch.searchsorted(b, a) + torch.arange(a.numel(), device=a.device)
+        at[a.numel() :] = torch.searchsorted(a, b, right=True) + torch.arange(b.numel(), device=a.device)
+        line = torch.empty_like(both)
+        line[at] = both
+        from_a = torch.zeros_like(both, dtype=torch.bool)
+        from_a[at[: a.numel()]] = True
+        in_a = torch.cumsum(from_a, 0) % 2 == 1
+        in_b = torch.cumsum(~from_a, 0) % 2 == 1
     value = op(in_a, in_b)
     last = torch.ones_like(value)  # of several boundaries at one point only the last tells the value after it
     last[:-1] = line[1:] != line[:-1]
