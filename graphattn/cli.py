@@ -87,11 +87,17 @@ def _parser(command: str, text: str) -> Any:
 def _parse(parser: Any, argv: Sequence[str]) -> dict[str, Any]:
     """What was given, by option; a mistake becomes a `UsageError`."""
     import argparse
+    import re
 
     try:
         return parser.parse_args(list(argv)).as_dict()
     except argparse.ArgumentError as error:
-        raise UsageError(f"{str(error).replace('Parser key ', '')} (see {parser.prog} --help)") from None
+        text = " ".join(str(error).split())
+        wrong = re.search(r'key "(\w+)": Expected a <class \'(\w+)\'>\. Got value: (.*)', text)
+        if wrong:
+            kind = {"int": "an integer", "float": "a finite number"}.get(wrong[2], wrong[2])
+            text = f"--{wrong[1].replace('_', '-')} must be {kind}, got {wrong[3]}"
+        raise UsageError(f"{text} (see {parser.prog} --help)") from None
 
 
 def _graphs(expressions: Sequence[str], size: int | tuple[int, int]) -> list[Graph]:
@@ -382,8 +388,9 @@ def audit(argv: Sequence[str]) -> int:
         from graphattn.checkpoint import Run
 
         config = Run.open(given["run"]).config()
-        layers, loss_from = layers or config.layers, config.loss_from if loss_from is None else loss_from
-    layers, loss_from = layers or len(graphs), loss_from or 0
+        layers = config.layers if layers is None else layers
+        loss_from = config.loss_from if loss_from is None else loss_from
+    layers, loss_from = len(graphs) if layers is None else layers, loss_from or 0
     if not 1 <= layers <= 4096:
         raise UsageError(f"--layers must be in [1, 4096], got {layers}")
 
