@@ -148,10 +148,10 @@ def test_networkx_layouts_and_their_limit() -> None:
     g = ga.from_networkx(nx.karate_club_graph())
     ax = draw(g, layout=nx.spring_layout)
     assert len(arrows_of(ax)) == 156
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError, match="up to 200 nodes: use layout='matrix'"):
         draw(ga.causal(5000), layout=nx.kamada_kawai_layout)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_networkx_graph_carries_weights_and_labels() -> None:
@@ -311,7 +311,7 @@ def test_stack_says_what_the_target_sees() -> None:
 
 
 def test_large_graphs_answer_within_seconds(tmp_path: Path) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     ax = save(draw(ga.causal(2_000_000)), tmp_path / "a.png")
     assert ax.stat().st_size > 1000
     assert "tile of 8192 x 8192" in draw(ga.causal(2_000_000)).get_title()
@@ -319,9 +319,10 @@ def test_large_graphs_answer_within_seconds(tmp_path: Path) -> None:
         draw(ga.causal(5000), layout="circle")
     ring = draw(ga.causal(100), torch.linspace(0, 1, 5050), layout="circle", max_edges=50)
     assert len(arrows_of(ring)) == 50 and "the 50 heaviest of 5,050 edges" in ring.get_title()
+    assert {nearest(tip, nodes_of(ring)) for _, tip in arrows_of(ring)} == {99}  # the last edges are the heaviest
     line = draw(ga.causal(100), layout="line")
     assert len(arrows_of(line)) == 600 and "an even sample of 600 of 5,050 edges" in line.get_title()
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 30
 
 
 def test_tiles_are_powers_of_two_and_at_most_256() -> None:
@@ -391,6 +392,11 @@ def kinds() -> dict[str, object]:
         "attention 2x4": lambda: draw_attention("To be or", g, [w.expand(4, -1)] * 2, title="tiny"),
         "attention 6x6": lambda: draw_attention(["x"] * 64, ga.causal(64), [torch.rand(6, 2080)] * 6),
         "attention columns": lambda: draw_attention("To be or", g, [w.expand(4, -1)] * 2, layout="columns"),
+        "attention 19 tokens": lambda: draw_attention("To be, or not to be", ga.causal(19), [torch.rand(4, 190)] * 2),
+        "attention 9 words": lambda: draw_attention([*WORDS, "dogs"], ga.causal(9), [torch.rand(4, 45)] * 2),
+        "attention columns 19": lambda: draw_attention(
+            "To be, or not to be", ga.causal(19), [torch.rand(4, 190)], layout="columns"
+        ),
         "attention 12x12": lambda: draw_attention("To be or", g, [w.expand(12, -1)] * 12),
     }
 

@@ -57,12 +57,12 @@ def draw_nodes(
         if side == "inside":
             ax.text(x, y, text, ha="center", va="center_baseline", **style)
             continue
-        style["path_effects"] = [withStroke(linewidth=2.5, foreground=palette.PAPER)]
-        gap = (clear if i in looped else radius) + 0.35 * radius
         if side != "radial":
-            left = side == "left"
+            left, gap = side == "left", 2.0 * radius
             ax.text(x - gap if left else x + gap, y, text, ha="right" if left else "left", va="center", **style)
             continue
+        style["path_effects"] = [withStroke(linewidth=2.5, foreground=palette.PAPER)]
+        gap = (clear if i in looped else radius) + 0.35 * radius
         norm = math.hypot(x, y)
         dx, dy = (x / norm, y / norm) if norm > 1e-9 else (0.0, 1.0)
         ha = "left" if dx > 0.2 else "right" if dx < -0.2 else "center"

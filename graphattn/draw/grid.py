@@ -188,7 +188,8 @@ def _panels(
         figure = palette.new_figure(width, min(40.0, rows * (panel * ratio + (0.12 if sides else 0.4)) + 1.0))
         grid = figure.subplots(rows, columns, squeeze=False)
         small = panel < 1.6
-        named = max(t, s) <= (24 if panel > 2.4 else 16 if panel > 1.5 else 0)
+        most = max(t, s)
+        named = most * 0.075 <= panel  # at 5 points a name needs 7 pixels of the figure's 100 an inch
         for k, (ax, view) in enumerate(zip(grid.flat, [*views, *[None] * (grid.size - len(views))], strict=True)):
             if view is None:
                 ax.set_axis_off()
@@ -200,6 +201,9 @@ def _panels(
                 matrix.draw_matrix(ax, view, tl, sl, scale=lambda _: (norm, cmap), color_bar=False, compact=True)
                 if not named:
                     _few_ticks(ax, view, small)
+                elif labels is not None:
+                    for tick in (*ax.get_xticklabels(), *ax.get_yticklabels()):
+                        tick.set_fontsize(max(5.0, min(7.5, 58 * panel / most)))
                 alike = sides is not None or len({v.graph.shape for v in shown}) == 1
                 if alike and column:
                     ax.set_ylabel("")

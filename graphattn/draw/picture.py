@@ -106,7 +106,7 @@ def draw_view(
             if highlight is not None:
                 _frame_row(ax, graph, highlight)
         else:
-            scene = _scene(view, kind, layout, target_labels, source_labels, max_edges)
+            scene = _scene(view, kind, layout, target_labels, source_labels, max_edges, compact)
             ax = palette.new_axes(*scene.size(view)) if ax is None else ax
             _draw_scene(ax, view, scene, highlight, scale, color_bar, compact)
             note = scene.note
@@ -194,6 +194,7 @@ def _scene(
     target_labels: list[str] | None,
     source_labels: list[str] | None,
     max_edges: int,
+    compact: bool,
 ) -> _Scene:
     graph = view.graph
     limit = arrows.MAX_NODES
@@ -210,7 +211,7 @@ def _scene(
     tl = target_labels or [str(i) for i in range(graph.t)]
     sl = source_labels or [str(j) for j in range(graph.s)]
     base = arrows.node_radius(source_at, *([] if target_at is source_at else [target_at]))
-    inside = arrows.fits_inside(sl + tl)
+    inside = arrows.fits_inside(sl + tl) and not (compact and kind == "columns")
     return _Scene(
         kind=kind,
         source_at=source_at,
@@ -276,7 +277,8 @@ def _draw_scene(
 ) -> None:
     graph, value = view.graph, scene.value
     n = len(scene.target)
-    thin = 0.6 if compact else 1.0
+    # thick arrows between nodes that stand close would hide them
+    thin = min(1.0, max(0.45, 12 / max(graph.t, graph.s, 1))) * (0.6 if compact else 1.0)
     if value is None:
         width = np.full(n, thin * (1.4 if n <= 60 else 0.9))
         color: list[Any] = [palette.EDGE] * n
