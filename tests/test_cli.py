@@ -239,8 +239,8 @@ WRONG = [
 def test_wrong_input_is_one_line(line: str, says: str, code: int, run, capsys) -> None:
     files = {
         "empty.txt": b"", "short.txt": b"to be", "binary.bin": b"\x7fELF\xff\xfe", "nul.txt": b"ab\0",
-        "folder/mine.md": b"", "bad.yaml": b"a: [", "list.yaml": b"- 1", "unknown.yaml": b"stepz: 3", "type.yaml": b"steps: [3]",
-        "python.yaml": b"steps: !!python/object/apply:os.mkdir [executed]",
+        "folder/mine.md": b"", "bad.yaml": b"a: [", "list.yaml": b"- 1", "unknown.yaml": b"stepz: 3",
+        "type.yaml": b"steps: [3]", "python.yaml": b"steps: !!python/object/apply:os.mkdir [executed]",
     }  # fmt: skip
     for name, raw in files.items():
         Path(name).parent.mkdir(exist_ok=True)
