@@ -232,9 +232,6 @@ def test_hostile_labels_run_nothing_in_a_browser(browser: Browser, tmp_path: Pat
     for i in (*range(8), *range(8, len(HOSTILE), 7)):
         browser.move_to(f".item.target[data-index='{i}'] circle")
         assert f"target {i}" in browser.js("return document.getElementById('info').textContent")
-        assert (
-            browser.js("return document.querySelectorAll('#info :not(div, span), b, img').length")
-            == 0
-        )
+        assert browser.js("return document.querySelectorAll('#info :not(div, span), b, img').length") == 0
     assert browser.js("return window.hacked === undefined")
     assert browser.messages() == []
