@@ -88,7 +88,7 @@ def picture(graph: ga.Graph, reach: dict[str, Tensor]) -> Any:
     ga.draw(graph, layout="matrix", ax=page.add_subplot(grid[0]), title="four pools, one graph of 32")
     for n, (name, m) in enumerate(reach.items(), 1):
         ax = page.add_subplot(grid[n])
-        ax.imshow(m, cmap="Blues", vmin=0, vmax=float(m.max()))
+        ax.imshow(m.numpy(), cmap="Blues", vmin=0, vmax=float(m.max()))
         for a in range(POOLS):
             for b in range(POOLS):
                 dark = float(m[a, b]) > 0.6 * float(m.max())

@@ -53,7 +53,10 @@ def main(steps: int = 150, text: str | None = None, out: str = "runs/examples/co
     weights = {name: tuple(p.shape) for name, p in first.items()}
     same_shape = len({tuple(x.shape) for x in outputs}) == 1
     differ = all(not torch.equal(outputs[0], x) for x in outputs[1:])
-    print(f"one set of {len(weights)} weight tensors, {steps} steps each from the same start, scored from node {prompt - 1} on:")
+    print(
+        f"one set of {len(weights)} weight tensors, {steps} steps each from the same start, scored from node "
+        f"{prompt - 1} on:"
+    )
     for name, graph in graphs.items():
         leak = ga.find_leak([graph] * 2, targets=counted)
         note = "" if leak is None else f"   reads its labels ({leak.path[0]}): its loss means nothing"

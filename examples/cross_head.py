@@ -40,7 +40,8 @@ def main(steps: int = 3, out: str = "runs/examples/cross_head") -> dict[str, Any
     answer, wei = head(x, context)
     assert wei.shape == (b, t_q, t_kv), wei.shape
     assert answer.shape == (b, t_q, size), answer.shape
-    print(f"(1) wei is (B, T_q, T_kv) = {tuple(wei.shape)}, each row sums to 1: {bool((wei.sum(-1) - 1).abs().max() < 1e-5)}")
+    ones = bool((wei.sum(-1) - 1).abs().max() < 1e-5)
+    print(f"(1) wei is (B, T_q, T_kv) = {tuple(wei.shape)}, each row sums to 1: {ones}")
     print(f"(2) the output is {tuple(answer.shape)}: it has T_q = {t_q} rows, those of the stream that is written")
     swapped = head(context, x)[0]
     print(f"    swapped by mistake it has {swapped.shape[1]} rows: the length of the wrong stream gives it away")
@@ -48,7 +49,7 @@ def main(steps: int = 3, out: str = "runs/examples/cross_head") -> dict[str, Any
     try:
         ga.causal(t_q, t_kv)
     except ValueError as error:
-        print(f"(3) a triangle needs one order for both streams, and target {t_q - 1} has no place among {t_kv} sources: {error}")
+        print(f"(3) a triangle needs one order for both streams, which they don't have: {error}")
     own, same = ga.Head(width, size), {f"{n}.weight": getattr(head, n).weight for n in ("query", "key", "value")}
     own.load_state_dict(same)
     graph = ga.bipartite(t_q, t_kv)
@@ -60,7 +61,10 @@ def main(steps: int = 3, out: str = "runs/examples/cross_head") -> dict[str, Any
     axes = ga.draw(graph, weights, layout="columns", labels=writing, source_labels=reading,
                    title="cross-attention of random weights")  # fmt: skip
     figure(out, "cross_head.png", axes)
-    print(f"result: wei {tuple(wei.shape)}, output {tuple(answer.shape)}, Head and CrossHead differ by {max(cross, itself):.1e}")
+    print(
+        f"result: wei {tuple(wei.shape)}, output {tuple(answer.shape)}, Head and CrossHead differ by "
+        f"{max(cross, itself):.1e}"
+    )
     return {"wei": tuple(wei.shape), "out": tuple(answer.shape), "difference": max(cross, itself)}
 
 

@@ -22,7 +22,7 @@ def main(steps: int = 20, out: str = "runs/examples/scaling") -> dict[str, Any]:
     channels, heads = 384, 6
     scales = {"raw": 1.0, "scaled": None, "channels": channels**-0.5}
     table = {size: measure(steps, size, scales) for size in SIZES}
-    print("mean of the largest weight in the last of 8 causal rows, q and k ~ N(0, 1) times 1 and 3; uniform is 0.125")
+    print("mean of the largest weight in the last of 8 causal rows, q and k ~ N(0, 1), times 1 and 3; uniform: 0.125")
     print("  inputs  head size   variance of scores: raw, scaled   peak mass: raw, scaled")
     for times in (1, 3):
         for size in SIZES:
@@ -32,7 +32,8 @@ def main(steps: int = 20, out: str = "runs/examples/scaling") -> dict[str, Any]:
 
     logits = torch.tensor([0.3, -0.1, 0.2, 0.0, 0.5])
     soft, sharp = logits.softmax(-1), (8 * logits).softmax(-1)
-    print(f"softmax of ({', '.join(f'{x:.1f}' for x in logits)}): largest {soft.max():.3f}; of eight times that: {sharp.max():.3f}")
+    given = ", ".join(f"{x:.1f}" for x in logits)
+    print(f"softmax of ({given}): largest {soft.max():.3f}; of eight times that: {sharp.max():.3f}")
 
     size = channels // heads
     factor = math.sqrt(channels / size)
@@ -114,9 +115,9 @@ def picture(table: dict[int, Any], soft: torch.Tensor, sharp: torch.Tensor) -> A
     left.set_ylabel("peak mass of the last row")
     left.set_title("the scale removes the dependence on width")
     left.legend(fontsize=8, loc="center right", bbox_to_anchor=(1, 0.55))
-    at = torch.arange(len(soft))
-    right.bar(at - 0.2, soft, 0.4, color=SOURCE, label="softmax(s)")
-    right.bar(at + 0.2, sharp, 0.4, color=TARGET, label="softmax(8 s)")
+    at = torch.arange(len(soft)).numpy()
+    right.bar(at - 0.2, soft.numpy(), 0.4, color=SOURCE, label="softmax(s)")
+    right.bar(at + 0.2, sharp.numpy(), 0.4, color=TARGET, label="softmax(8 s)")
     right.set_xlabel("source")
     right.set_ylabel("weight")
     right.set_title("eight times the scores: nearly one-hot")
