@@ -25,7 +25,7 @@ _WHERE = {
     "gpt": "GPT GPTConfig Block",
     "nodes": "NodeClassifier",
     "parse": "parse",
-    "draw": "draw",
+    "draw": "draw draw_grid draw_attention draw_stack attention_of export",
     "train": "train",
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names.split()}
