@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Graph
-from . import compiled
+from . import compiled, cost
 from .call import Call, make_call
 from .numerics import merge_parts
 
@@ -172,7 +172,7 @@ def explain(
     """For this call, every backend: can it, its estimated seconds and memory, and why it was or was not chosen."""
     call = make_call(q, k, v, graph, want_lse=want_lse, **options)
     ranked = _ranked(call)
-    best = ranked[0][1] if ranked and backend == "auto" else backend
+    best = ranked[0][1] if backend == "auto" else backend
     if best in _SPREADS_NAN and backend == "auto" and _hides_nonfinite(call):
         best = next(name for _, name in ranked if name not in _SPREADS_NAN)
     able = {name: seconds for seconds, name in ranked}
@@ -184,7 +184,7 @@ def explain(
             rows.append(Estimate(name, None, 0, False, f"can't: {reason}"))
             continue
         size = _memory(module, call)
-        seconds = module.cost(call)
+        seconds = _seconds(name, module, call)
         if name == best:
             why = "the cheapest that can" if backend == "auto" else "asked for"
         elif not math.isfinite(seconds):
@@ -205,10 +205,18 @@ def memory_budget() -> int:
 
 
 def _physical_memory() -> int:
+    """Bytes of the machine, or of the container if that is given less."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 8 * 2**30
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as f:
+                return min(found, int(f.read()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return found
 
 
 _BUDGET = _physical_memory() // 2
@@ -248,17 +256,47 @@ def _memory(module: ModuleType, call: Call) -> int:
     return module.memory(call) if hasattr(module, "memory") else 0
 
 
-def _ranked(call: Call) -> list[tuple[float, str]]:
-    """(estimated seconds, backend) of those that can within memory, cheapest first."""
-    found = []
+def _seconds(name: str, module: ModuleType, call: Call) -> float:
+    """The backend's estimate, times what calibration found it worth on this machine."""
+    return module.cost(call) * cost.factor(name, call)
+
+
+def _ranked(call: Call, quick: bool = False) -> list[tuple[float, str]]:
+    """(estimated seconds, backend) of those that can within memory, cheapest first.
+
+    `quick` leaves out a backend whose `floor(call)`, a bound that needs no look at the graph, is above an estimate.
+    """
+    found: list[tuple[float, str]] = []
+    late = []
     for name in BACKENDS:
         module, _ = _try_module(name)
-        if module is None or module.why_not(call) is not None:
-            continue
-        seconds = module.cost(call)
+        if module is not None:
+            if quick and hasattr(module, "floor"):
+                late.append((name, module))
+            else:
+                _rank(name, module, call, found)
+    for name, module in late:
+        if not found or module.floor(call) * cost.factor(name, call) < min(found)[0]:
+            _rank(name, module, call, found)
+    return sorted(found)
+
+
+def _rank(name: str, module: ModuleType, call: Call, found: list[tuple[float, str]]) -> None:
+    if module.why_not(call) is None:
+        seconds = _seconds(name, module, call)
         if math.isfinite(seconds) and _memory(module, call) <= _BUDGET:
             found.append((seconds, name))
-    return sorted(found)
+
+
+def calibrate(seconds: float = 2.0) -> dict[str, float]:
+    """Measure this machine for `auto`, about `seconds` long, and keep the result in the user's cache folder.
+
+    Per backend, kind of graph and phase, the factor between measured and estimated time.  `auto` does this by itself
+    once, at the first call that takes long and whose choice is not clear; small calls never wait for it.
+    """
+    measured = ("dense", "sdpa", "csr", "tiles", "native")
+    found = {name: module for name in measured if (module := _try_module(name)[0]) is not None}
+    return cost.calibrate(found, make_call, seconds=seconds)
 
 
 def _choose(call: Call) -> str:
@@ -272,7 +310,10 @@ def _choose(call: Call) -> str:
     cache = call.graph._cache
     plan = cache.get(key)
     if plan is None:
-        ranked = _ranked(call)
+        ranked = _ranked(call, quick=True)
+        if cost.worth_measuring(ranked, call):
+            calibrate()
+            ranked = _ranked(call, quick=True)
         safe = next(name for _, name in ranked if name not in _SPREADS_NAN)
         plan = cache[key] = (ranked[0][1], safe)
     name, safe = plan

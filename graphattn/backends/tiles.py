@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..graph import Graph
-from ..scores import Alibi, Relative
+from ..scores import Alibi
 from .call import Call
 from .numerics import keep_edges
 
@@ -100,6 +100,14 @@ def cost(call: Call) -> float:
     return seconds(shape, pairs, call.q.shape[-1] + call.v.shape[-1], call.needs_grad)
 
 
+def floor(call: Call) -> float:
+    """Never less than this, whatever the graph's shape: no hidden pair multiplied, one group."""
+    bg, hg = call.lead
+    pairs = (call.batch // max(bg, 1)) * (call.heads // max(hg, 1))
+    edges = call.graph.num_edges
+    return seconds(Outline(BLOCKS[0], edges, 1, edges), pairs, call.q.shape[-1] + call.v.shape[-1], call.needs_grad)
+
+
 # rate of a batched product in multiply-adds per second, time per cell of a pass of the softmax, per operation called
 RATES = {"product": 85e9, "cell": 0.45e-9, "op": 6e-6}
 
@@ -107,7 +115,7 @@ RATES = {"product": 85e9, "cell": 0.45e-9, "op": 6e-6}
 def seconds(shape: Outline, pairs: int, width: int, needs_grad: bool) -> float:
     """Estimated for an outline shared by `pairs` batch and head indices; width is D + D_v."""
     cells = pairs * shape.cells
-    chunks = max(pairs * shape.groups * min(1.0, shape.cells / max(1, shape.groups) / CELLS), shape.groups, cells / CELLS)
+    chunks = max(shape.groups, cells / CELLS)
     products, ops = (3.5, 28) if needs_grad else (1.0, 9)
     work = cells * (products * width / RATES["product"] + (3 if needs_grad else 1) * RATES["cell"])
     return 60e-6 + work + chunks * ops * RATES["op"]
@@ -168,7 +176,7 @@ def plan(graph: Graph) -> Plan:
 
 
 def _cuts(graph: Graph, size: int) -> Tensor:
-    """(blocks + 1,) first row of each block, over all leading indices: where rows stop overlapping, else every `size`."""
+    """(blocks + 1,) first row of each block, over all leading indices: every `size` rows, and where rows part."""
     rows, t, device = graph.rows, graph.t, graph.device
     at = torch.zeros(rows + 1, dtype=torch.bool, device=device)
     at[:: max(t, 1)] = True

@@ -1,0 +1,235 @@
+"""What a backend's estimate is worth on this machine: measured once, kept in the user's cache folder.
+
+Each backend estimates its seconds by a formula with built-in constants (`cost(call)`).  Calibration times a few small
+calls, and keeps per backend, kind of work and phase the factor between what it took and what the formula said.
+Only ratios between backends matter to `auto`, so a machine that is as slow for all of them needs no factors at all.
+
+`import graphattn` and small calls never calibrate: `factor` answers 1 until `calibrate` has run here or in another
+process of the same machine, torch and thread count.  `auto` starts it by itself at the first call that is both long
+(`LARGE` seconds estimated) and undecided (the second choice within `CLOSE` of the first).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..graph import Graph
+from .call import Call
+
+VERSION = 1
+LARGE = 0.3
+CLOSE = 3.0
+# One noisy measurement must not turn a choice around for good.
+LEAST, MOST = 1 / 6, 6.0
+
+# by thread count: a file holds the factors of one
+_tables: dict[int, dict[str, float]] = {}
+_busy = threading.Lock()
+
+
+# ---------------------------------------------------------------------- what auto asks
+
+
+def factor(backend: str, call: Call) -> float:
+    """Measured over estimated seconds of this backend for such a call; 1 where nothing was measured."""
+    if call.q.device.type != "cpu":
+        return 1.0
+    return table().get(key(backend, call), 1.0)
+
+
+def table() -> dict[str, float]:
+    """The factors for the present thread count; read from the file once, empty if it is missing or broken."""
+    threads = torch.get_num_threads()
+    found = _tables.get(threads)
+    if found is None:
+        try:
+            found = _read(cache_file())
+        except RuntimeError:  # no home folder
+            found = {}
+        _tables[threads] = found
+    return found
+
+
+def key(backend: str, call: Call) -> str:
+    """What calibration tells apart: the backend, the kind of work, forward alone or with the gradient."""
+    return f"{backend} {kind(call)} {'both' if call.needs_grad else 'forward'}"
+
+
+def kind(call: Call) -> str:
+    """"full", "causal", "long" runs of 16 sources or more, or "short" ones."""
+    graph = call.graph
+    if graph.is_full():
+        return "full"
+    if graph.is_causal():
+        return "causal"
+    return "long" if graph.num_edges >= 16 * graph.num_runs else "short"
+
+
+def worth_measuring(ranked: list[tuple[float, str]], call: Call) -> bool:
+    """A long call whose choice is not clear, on a machine that was never calibrated."""
+    if call.q.device.type != "cpu" or len(ranked) < 2 or torch.compiler.is_compiling():
+        return False
+    first, second = ranked[0][0], ranked[1][0]
+    return first > LARGE and second < CLOSE * first and not table()
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def calibrate(
+    backends: dict[str, Any], make: Callable[..., Call], *, seconds: float = 2.0, path: Path | None = None
+) -> dict[str, float]:
+    """Time each backend on a few small calls, keep the factors, and return them.
+
+    Args:
+        backends: name to module, those to measure.
+        make: `call.make_call`, handed down.
+        seconds: to spend, about.
+        path: file to write; default `cache_file()`.  A folder that can't be written to is no error: the factors then
+            last as long as the process.
+    """
+    with _busy:
+        found = _measure(backends, make, seconds)
+        _tables[torch.get_num_threads()] = found
+    _write(path or cache_file(), found)
+    return found
+
+
+def _measure(backends: dict[str, Any], make: Callable[..., Call], seconds: float) -> dict[str, float]:
+    ratios: dict[str, list[float]] = {}
+    probes = [(g, grad) for g in _graphs() for grad in (False, True)]
+    share = seconds / (len(probes) * max(1, len(backends)))
+    # inputs of its own, so that torch's random state is left alone
+    noise = torch.Generator().manual_seed(0)
+    for graph, needs_grad in probes:
+        q, k, v, go = (torch.randn(1, 4, graph.t, 64, generator=noise) for _ in range(4))
+        with torch.set_grad_enabled(needs_grad):
+            for x in (q, k, v):
+                x.requires_grad_(needs_grad)
+            call = make(q, k, v, graph)
+            for name, module in backends.items():
+                if module.why_not(call) is not None:
+                    continue
+                estimate = module.cost(call)
+                if not math.isfinite(estimate) or estimate > 40 * share:
+                    continue  # far from being chosen, and long
+                took = _time(functools.partial(_once, module, call, go), share)
+                ratios.setdefault(key(name, call), []).append(took / estimate)
+    return {name: round(min(MOST, max(LEAST, statistics.geometric_mean(some))), 4) for name, some in ratios.items()}
+
+
+def _graphs() -> list[Graph]:
+    """One small graph of each kind."""
+    t = 512
+    row = torch.arange(t)
+    noise = torch.Generator().manual_seed(0)
+    scattered = torch.randint(0, t, (t, 12), generator=noise)
+    ptr = torch.arange(t + 1)
+    return [
+        Graph._new(ptr, torch.zeros_like(row), torch.full_like(row, t), (t, t)),
+        Graph._new(ptr, torch.zeros_like(row), row + 1, (t, t)),
+        Graph._new(ptr, (row - 64).clamp(min=0), row + 1, (t, t)),
+        Graph.from_keys((row[:, None] * (t + 1) + scattered).reshape(-1), (t, t), owned=True),
+    ]
+
+
+def _once(module: Any, call: Call, go: Tensor) -> None:
+    out = module.attend(call)[0]
+    if call.needs_grad:
+        torch.autograd.grad(out, (call.q, call.k, call.v), go)
+
+
+def _time(f: Callable[[], None], seconds: float) -> float:
+    f()
+    best, end, n = math.inf, time.perf_counter() + seconds, 0
+    while n < 3 or (n < 50 and time.perf_counter() < end):
+        began = time.perf_counter()
+        f()
+        best, n = min(best, time.perf_counter() - began), n + 1
+    return best
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def cache_folder() -> Path:
+    """Where the operating system wants caches of a user: XDG_CACHE_HOME or ~/.cache, ~/Library/Caches, LOCALAPPDATA."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = str(Path.home() / "Library" / "Caches")
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "graphattn"
+
+
+def cache_file() -> Path:
+    """The file of this machine, torch version and thread count."""
+    name = f"{VERSION} {torch.__version__} {_cpu()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
+    return cache_folder() / f"calibration-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+
+@functools.cache
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _read(path: Path) -> dict[str, float]:
+    try:
+        content = json.loads(path.read_text())
+        factors = content["factors"]
+        if content["version"] != VERSION or not isinstance(factors, dict):
+            return {}
+        good = {str(k): float(v) for k, v in factors.items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return good if all(LEAST <= x <= MOST for x in good.values()) else {}
+
+
+def _write(path: Path, factors: dict[str, float]) -> None:
+    """Whole or not at all: written aside under a lock, then moved into place."""
+    with contextlib.suppress(OSError), _locked(path):
+        known = {"version": VERSION, "torch": torch.__version__, "cpu": _cpu(), "factors": factors}
+        content = json.dumps(known, indent=1)
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+        try:
+            with os.fdopen(handle, "w") as f:
+                f.write(content)
+            os.replace(aside, path)
+        except OSError:
+            Path(aside).unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone with the file, or OSError if that takes more than a few seconds."""
+    from filelock import FileLock, Timeout
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(str(path) + ".lock", timeout=5):
+            yield
+    except Timeout:
+        raise OSError(f"{path} is locked by another process") from None
