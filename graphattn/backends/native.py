@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..graph import Graph
 from ..scores import Alibi, GATv2, Relative
@@ -174,22 +173,83 @@ def _apply(spec: _Spec, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(spec, q, k, v, *extras)
-        ctx.spec = spec
-        ctx.save_for_backward(q, k, v, *extras, out, lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
+    def forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _forward(spec, q, k, v, *extras)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.spec = inputs[0]
+        ctx.save_for_backward(*inputs[1:], *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
     def backward(ctx: Any, g_out: Tensor | None, g_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         if g_out is None:
             if g_lse is None:
                 return (None,) * 9
             g_out = torch.zeros_like(out)
-        return None, *_backward(ctx.spec, g_out, g_lse, out, lse, *inputs, needs=ctx.needs_input_grad[1:])
+        needs = ctx.needs_input_grad[1:]
+        if not torch.is_grad_enabled() and not _transformed():
+            return None, *_backward(ctx.spec, needs, g_out, g_lse, out, lse, *inputs)
+        found = iter(_AttendBackward.apply(ctx.spec, needs, g_out, g_lse, out, lse, *inputs))
+        return None, *(next(found) if there else None for there in _has_gradient(needs, inputs))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], spec: _Spec, *tensors: Tensor | None) -> tuple[Any, Any]:
+        size, dims = info.batch_size, in_dims[1:]
+        q, k, v, bias, *rest = tensors
+        bg = (spec.graph.lead or (1, 1))[0]
+        if bg > 1 or spec.dropout or any(d is not None for d in dims[4:]):
+            parts = [_Attend.apply(spec, *_slices(tensors, dims, n)) for n in range(size)]
+            return tuple(torch.stack(x) for x in zip(*parts, strict=True)), (0, 0)
+        # the new axis joins the batch
+        q, k, v = (_joined(x, d, size) for x, d in zip((q, k, v), dims, strict=False))
+        if bias is not None and (dims[3] is not None or bias.shape[0] > 1):
+            nb = q.shape[0] // size
+            bias = bias.movedim(dims[3], 0) if dims[3] is not None else bias.expand(size, *bias.shape)
+            bias = bias.expand(size, nb, *bias.shape[2:]).flatten(0, 1)
+        out, lse = _Attend.apply(spec, q, k, v, bias, *rest)
+        return (out.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1))), (0, 0)
+
+
+class _AttendBackward(torch.autograd.Function):
+    """The backward where a transform or a graph of the gradient asks for an operation of its own."""
+
+    @staticmethod
+    def forward(spec: _Spec, needs: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(x for x in _backward(spec, needs, *tensors) if x is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        raise RuntimeError(
+            "the native engine is differentiable once: for gradients of gradients pass backend='edges' to attend"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], spec: _Spec, needs: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Any, Any]:
+        parts = [
+            _AttendBackward.apply(spec, needs, *_slices(tensors, in_dims[2:], n)) for n in range(info.batch_size)
+        ]
+        stacked = tuple(torch.stack(x) for x in zip(*parts, strict=True))
+        return stacked, (0,) * len(stacked)
+
+
+def _has_gradient(needs: tuple[bool, ...], inputs: list[Tensor | None]) -> list[bool]:
+    return [i < 3 or (x is not None and needs[i]) for i, x in enumerate(inputs)]
+
+
+def _slices(tensors: tuple[Tensor | None, ...], dims: tuple[int | None, ...], n: int) -> list[Tensor | None]:
+    return [x if x is None or d is None else x.select(d, n) for x, d in zip(tensors, dims, strict=True)]
+
+
+def _joined(x: Tensor, dim: int | None, size: int) -> Tensor:
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
 
 
 # ---------------------------------------------------------------------- plans
@@ -369,6 +429,7 @@ def _forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | Non
 
 def _backward(
     spec: _Spec,
+    needs: tuple[bool, ...],
     g_out: Tensor,
     g_lse: Tensor | None,
     out: Tensor,
@@ -377,7 +438,6 @@ def _backward(
     k: Tensor,
     v: Tensor,
     *extras: Tensor | None,
-    needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     shapes = [None if x is None else x.shape for x in extras]
     q, k, v, g_out, ready = _rows(q), _rows(k), _rows(v), _rows(g_out), _ready(extras)

@@ -5,7 +5,7 @@
 namespace GA_NS {
 
 constexpr i64 BLOCK = 512;  // edges whose scores are held at once
-constexpr int AHEAD = 12;   // edges between a prefetch and its use
+constexpr int AHEAD = 24;   // edges between a prefetch and its use
 
 INLINE const i64 *plan_i64(const i64 *plan, int field) { return plan + plan[field]; }
 INLINE const int32_t *plan_i32(const i64 *plan, int field) { return (const int32_t *)(plan + plan[field]); }
@@ -229,20 +229,18 @@ static void scores(const Args &a, const Head<T> &hd, const T *x, i64 i, const in
   }
 }
 
-template <class T> static T max_of(const T *s, i64 n) {
+// the largest, NaN aside: a NaN shows in the sum of exponentials
+template <class T> INLINE T max_of(const T *s, i64 n) {
   constexpr int W = Simd<T>::W;
-  T m = s[0];
+  const TV none = splat<T>(-__builtin_inf());
+  TV x = none;
   i64 e = 0;
-  if (n >= W) {
-    TV x = load(s);
-    for (e = W; e + W <= n; e += W) x = maxv<T>(x, load(s + e));
-    m = hmax<T>(x);
-  }
-  for (; e < n; e++) m = s[e] > m ? s[e] : m;
-  return m;
+  for (; e + W <= n; e += W) x = maxv<T>(load(s + e), x);
+  if (e < n) x = maxv<T>(lanes_below<T>((int)(n - e)) ? load(s + e) : none, x);  // the buffer has room beyond n
+  return hmax(x);
 }
 // s = exp(s - m); the sum
-template <class T> static T exp_sum(T *s, i64 n, T m) {
+template <class T> INLINE T exp_sum(T *s, i64 n, T m) {
   constexpr int W = Simd<T>::W;
   TV sum{}, mv = splat<T>(m);
   i64 e = 0;
@@ -252,17 +250,31 @@ template <class T> static T exp_sum(T *s, i64 n, T m) {
     sum += x;
   }
   if (e < n) {
-    int r = (int)(n - e);
-    TV x = vexp(load_n(s + e, r) - mv);
-    store_n(s + e, x, r);
-    for (int z = 0; z < r; z++) sum[z] += x[z];
+    TV x = vexp(load(s + e) - mv);
+    store(s + e, x);
+    sum += lanes_below<T>((int)(n - e)) ? x : TV{};
   }
   return hsum<T>(sum);
 }
 template <class T> INLINE T finite_or_zero(T m) { return m - m == 0 ? m : (T)0; }
 
 template <class T> INLINE void copy_scaled(const T *x, i64 n, T scale, T *y) {
-  for (i64 c = 0; c < n; c++) y[c] = x[c] * scale;
+  constexpr int W = Simd<T>::W;
+  const TV s = splat<T>(scale);
+  i64 c = 0;
+  for (; c + W <= n; c += W) store(y + c, load(x + c) * s);
+  if (c < n) store_n(y + c, load_n(x + c, (int)(n - c)) * s, (int)(n - c));
+}
+template <class T> INLINE void clear(T *y, i64 n) {  // whole vectors
+  for (i64 c = 0; c < n; c += Simd<T>::W) store(y + c, TV{});
+}
+// the rows of a target some targets on: they are read once each, in order or nearly so
+template <class T> INLINE void prefetch_target(const Args &a, const Head<T> &hd, i64 i, bool back) {
+  if (i >= a.TQ) return;
+  const i64 line = 64 / sizeof(T);
+  for (i64 c = 0; c < a.D; c += line) prefetch(hd.q + i * a.qt + c);
+  if (!back) return;
+  for (i64 c = 0; c < a.DV; c += line) prefetch(hd.go + i * a.gt + c), prefetch(hd.out + i * a.ot + c);
 }
 INLINE i64 pad16(i64 n) { return (n + 15) & ~(i64)15; }
 
@@ -287,7 +299,15 @@ struct Walk {
   }
   INLINE void take(i64 n, int32_t *idx) {
     while (n > 0) {
-      if (at == stop[run]) at = start[++run];
+      if (stop[run] - at == 1) {  // most runs of a sparse graph
+        *idx++ = (int32_t)at++;
+        if (--n) at = start[++run];
+        continue;
+      }
+      if (at == stop[run]) {
+        at = start[++run];
+        continue;
+      }
       i64 m = stop[run] - at;
       if (m > n) m = n;
       for (i64 z = 0; z < m; z++) idx[z] = (int32_t)(at + z);
@@ -319,8 +339,12 @@ template <class T> struct Scratch {
     grad = acc + w;
   }
   template <class U> INLINE void pad(U *y, const U *x0, i64 n, U scale) {
-    copy_scaled<U>(x0, n, scale, y);
-    for (i64 c = n; c < pad16(n); c++) y[c] = 0;
+    constexpr int W = Simd<U>::W;
+    const typename Simd<U>::V s = splat<U>(scale);
+    i64 c = 0;
+    for (; c + W <= n; c += W) store(y + c, load(x0 + c) * s);
+    if (c < n) store(y + c, load_n(x0 + c, (int)(n - c)) * s), c += W;
+    for (; c < pad16(n); c += W) store(y + c, typename Simd<U>::V{});
   }
 };
 
@@ -332,7 +356,7 @@ static void forward_part(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 ro
                          const int32_t *ready, T *m_out, T *l_out) {
   w.pad(w.x, hd.q + i * a.qt, a.D, a.score == 0 ? hd.scale : (T)1);
   const i64 wide = pad16(a.DV);
-  for (i64 c = 0; c < wide; c++) w.acc[c] = 0;
+  clear<T>(w.acc, wide);
   T m = -__builtin_inf(), l = 0;
   const i64 e_row = a.edge_ptr[row];
   const bool one = pos1 - pos0 <= BLOCK && ready;
@@ -347,9 +371,7 @@ static void forward_part(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 ro
     }
     scores<T>(a, hd, w.x, i, idx, n, e_row + pos, w.s, nullptr, true);
     T top = max_of(w.s, n);
-    for (i64 e = 0; e < n; e++)
-      if (w.s[e] != w.s[e]) top = w.s[e];
-    T m_new = top > m || top != top ? top : m, base = finite_or_zero(m_new);
+    T m_new = top > m ? top : m, base = finite_or_zero(m_new);
     if (pos > pos0) {
       T fade = sexp(finite_or_zero(m) - base);
       if (m == -__builtin_inf()) fade = 0;
@@ -372,7 +394,7 @@ static void forward_part(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 ro
 template <class T> INLINE void finish_row(const Args &a, const Head<T> &hd, i64 i, const T *acc, T m, T l) {
   T *o = hd.out + i * a.ot, inv = 1 / l;
   if (l == 0) inv = __builtin_nan("");  // every score -inf: the softmax is 0 / 0, as in torch
-  for (i64 c = 0; c < a.DV; c++) o[c] = acc[c] * inv;
+  copy_scaled<T>(acc, a.DV, inv, o);
   hd.lse[i] = l == 0 ? -__builtin_inf() : finite_or_zero(m) + slog(l);
 }
 
@@ -420,6 +442,7 @@ static void forward_unit(const Args &a, const Head<T> &hd, Scratch<T> &w, const 
     for (; r < end; r++) {
       const i64 i = rows[r], row = hd.lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
       T m, l;
+      prefetch_target(a, hd, i + 3, false);
       forward_part<T>(a, hd, w, row, i, 0, n, idx, &m, &l);
       finish_row<T>(a, hd, i, w.acc, m, l);
       idx += n;
@@ -513,7 +536,7 @@ static void backward_part(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 r
   w.pad(w.x, hd.q + i * a.qt, a.D, a.score == 0 ? hd.scale : (T)1);
   w.pad(w.g, hd.go + i * a.gt, a.DV, (T)1);
   const i64 wide = pad16(a.D), e_row = a.edge_ptr[row];
-  for (i64 c = 0; c < wide; c++) w.acc[c] = 0;
+  clear<T>(w.acc, wide);
   const bool one = pos1 - pos0 <= BLOCK && ready;
   Walk walk(a, row, one ? 0 : pos0);
   for (i64 pos = pos0; pos < pos1; pos += BLOCK) {
@@ -567,9 +590,7 @@ static void backward_part(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 r
 }
 
 template <class T> INLINE void finish_dq(const Args &a, const Head<T> &hd, i64 i, const T *acc) {
-  T *d = hd.dq + i * a.dqt;
-  const T scale = a.score == 0 ? hd.scale : (T)1;
-  for (i64 c = 0; c < a.D; c++) d[c] = acc[c] * scale;
+  copy_scaled<T>(acc, a.D, a.score == 0 ? hd.scale : (T)1, hd.dq + i * a.dqt);
 }
 
 // stash: two numbers for every edge of the lead's row list, or null
@@ -597,6 +618,7 @@ static void backward_unit(const Args &a, const Head<T> &hd, Scratch<T> &w, const
     if (alone) end = r + 1;
     for (; r < end; r++) {
       const i64 i = rows[r], row = hd.lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
+      prefetch_target(a, hd, i + 3, true);
       T delta = hd.delta[i] = delta_of(a, hd, i);
       backward_part<T>(a, hd, w, row, i, 0, n, alone ? nullptr : idx, delta,
                        stash ? stash + 2 * (row_edge[r] - e_lead) : nullptr, dvec, dpos);

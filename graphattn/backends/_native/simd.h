@@ -98,6 +98,13 @@ INLINE void store_n(double *p, VD x, int n) {
 #endif
 }
 
+// all ones in the first n lanes
+template <class T> INLINE typename Simd<T>::I lanes_below(int n) {
+  typename Simd<T>::I at;
+  for (int i = 0; i < Simd<T>::W; i++) at[i] = i;
+  return at < (typename Simd<T>::I{} + n);
+}
+
 template <class T> INLINE TV maxv(TV a, TV b) { return a > b ? a : b; }
 
 // exp to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; 0 below the normal range; NaN stays NaN
@@ -167,22 +174,7 @@ INLINE double slog(double x) { return __builtin_log(x); }
 INLINE float stanh(float x) { return __builtin_tanhf(x); }
 INLINE double stanh(double x) { return __builtin_tanh(x); }
 
-template <class T> INLINE T hsum(TV x) {
-  T s = 0;
-  for (int i = 0; i < Simd<T>::W; i++) s += x[i];
-  return s;
-}
-template <class T> INLINE T hmax(TV x) {
-  T s = x[0];
-  for (int i = 1; i < Simd<T>::W; i++) s = x[i] > s ? x[i] : s;
-  return s;
-}
-
-#if defined(__clang__)
 #define SHUF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#endif
 
 INLINE Simd<float>::V4 fold4(VF x) {
 #if defined(__AVX512F__)
@@ -201,6 +193,38 @@ INLINE Simd<double>::V4 fold4(VD x) {
 #else
   return x;
 #endif
+}
+template <class T> INLINE T hsum(TV x) {
+  typename Simd<T>::V4 y = fold4(x);
+  y = y + SHUF(y, y, 2, 3, 0, 1);
+  return y[0] + y[1];
+}
+INLINE float hmax(VF x) {
+#if defined(__AVX512F__)
+  typedef float V8 __attribute__((vector_size(32)));
+  V8 a = SHUF(x, x, 0, 1, 2, 3, 4, 5, 6, 7), b = SHUF(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+  a = a > b ? a : b;
+  Simd<float>::V4 c = SHUF(a, a, 0, 1, 2, 3), d = SHUF(a, a, 4, 5, 6, 7);
+#elif defined(__AVX__)
+  Simd<float>::V4 c = SHUF(x, x, 0, 1, 2, 3), d = SHUF(x, x, 4, 5, 6, 7);
+#else
+  Simd<float>::V4 c = x, d = x;
+#endif
+  c = c > d ? c : d;
+  d = SHUF(c, c, 2, 3, 0, 1);
+  c = c > d ? c : d;
+  return c[0] > c[1] ? c[0] : c[1];
+}
+INLINE double hmax(VD x) {
+#if defined(__AVX512F__)
+  Simd<double>::V4 c = SHUF(x, x, 0, 1, 2, 3), d = SHUF(x, x, 4, 5, 6, 7);
+#else
+  Simd<double>::V4 c = x, d = x;
+#endif
+  c = c > d ? c : d;
+  d = SHUF(c, c, 2, 3, 0, 1);
+  c = c > d ? c : d;
+  return c[0] > c[1] ? c[0] : c[1];
 }
 // four vectors to the vector of their four sums
 template <class T> INLINE typename Simd<T>::V4 sum4(TV a, TV b, TV c, TV d) {
