@@ -18,6 +18,8 @@ from ..graph import Graph, _starts
 _NOTHING = -(2**62)  # the value of a source that says nothing
 # bytes of the widest table of bit sets kept at once
 _TABLE_BYTES = 2**28
+# words a search among labels may unite: about an hour
+_MOST = 10**12
 
 
 @dataclass(frozen=True)
@@ -225,14 +227,14 @@ def receptive_field(graphs: Graph | Iterable[Graph], target: int, batch: int | N
     return torch.from_numpy(np.flatnonzero(seen))
 
 
-def coverage(graphs: Graph | Iterable[Graph], batch: int | None = None, *, most: int = 10**12) -> Tensor:
+def coverage(graphs: Graph | Iterable[Graph], batch: int | None = None, *, most: int | None = None) -> Tensor:
     """How many sources can influence each target after 0, 1, ..., L layers: `(L + 1, T)` int64, row 0 is all ones.
 
     Where every target's sources are one stretch that holds the target itself (causal, window, band, documents), the
     ends of the stretch say all; else sets of bits are united, at a cost of T^2 / 64 words per layer.
 
     Args:
-        most: words that may be united; 10**12 take about an hour.
+        most: words that may be united; 10**12, about an hour, if not given.
 
     Raises:
         ValueError: more than that; ask `receptive_field` about a few targets instead.
@@ -600,24 +602,34 @@ def _label_leak(
     rows, goal = rows[leaks], goal[leaks]
     if not rows.size:
         return None
+    best = n
+    kept: list[np.ndarray] | None = None
     for h in range(2, most + 1):
-        found = n
+        blocks = 0
         for some, state in _blocks(layers, goal, value):
-            before = [state] * (len(layers) + 1)
-            for _ in range(h):
-                now = [state]
-                for k, layer in enumerate(layers):
-                    now.append(now[-1] | layer.unite(before[k]))
-                before = now
+            blocks += 1
+            # sets reached in h hops follow from those in h - 1, which are kept if there is but one block
+            before, done = (kept, h - 1) if kept is not None else ([state] * (len(layers) + 1), 0)
+            for _ in range(h - done):
+                before = _one_more_hop(layers, before)
             there = some.holds(before[-1], rows)
             if there.any():
-                found = min(found, int(rows[some.rows][there].min()))
-        if found < n:
-            return hit(found, h)
+                best = min(best, int(rows[some.rows][there].min()))
+        if best < n:
+            return hit(best, h)
+        kept = before if blocks == 1 else None
     return None
 
 
-def _refuse_search(layers: list[_Layer], goal: np.ndarray, n: int, most: int = 10**12) -> None:
+def _one_more_hop(layers: list[_Layer], before: list[np.ndarray]) -> list[np.ndarray]:
+    now = [before[0]]
+    for k, layer in enumerate(layers):
+        now.append(now[-1] | layer.unite(before[k]))
+    return now
+
+
+def _refuse_search(layers: list[_Layer], goal: np.ndarray, n: int, most: int | None = None) -> None:
+    most = _MOST if most is None else most
     words = -(-np.unique(goal).size // 64)
     work = words * sum(x.start.size * (2 if x.levels > 1 else 1) + n * x.levels for x in layers)
     if work > most:
