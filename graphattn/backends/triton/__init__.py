@@ -93,11 +93,16 @@ def in_tiles(call: Call) -> bool:
     return plan.fill(call.graph, *tile_size(call)) >= FULL
 
 
-def tile_size(call: Call) -> tuple[int, int]:
-    """Targets and sources of a tile."""
+def tile_size(call: Call, by_source: bool = False) -> tuple[int, int]:
+    """Targets and sources of a tile, sizes at which no register is spilled."""
     if interpreted() and call.q.device.type == "cpu":
-        return 16, 32
-    return (128, 64) if max(call.q.shape[-1], call.v.shape[-1]) <= 128 else (64, 32)
+        return (32, 32) if by_source else (16, 32)
+    width = max(call.q.shape[-1], call.v.shape[-1])
+    if call.q.dtype == torch.float32:
+        return (64, 32) if width <= 64 and not by_source else (32, 32)
+    if width > 128:
+        return 64, 32
+    return (64, 64) if by_source else (128, 64)
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
@@ -106,4 +111,4 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         return call.zeros()
     from . import launch
 
-    return launch.tiles(call, *tile_size(call)) if in_tiles(call) else launch.rows(call)
+    return launch.tiles(call, tile_size(call), tile_size(call, True)) if in_tiles(call) else launch.rows(call)

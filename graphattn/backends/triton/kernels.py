@@ -598,7 +598,7 @@ def _read(
     """Which pairs of broadcastable targets i and sources j of a tile are edges: by bounds, or by the tile's bits."""
     known = (i < T) & (j < S)
     if ENDS == 0:
-        word = bits + (some_id.to(tl.int64) * BM + i % BM) * (BN // 32) + j % BN // 32
+        word = bits + some_id.to(tl.int64) * (BM * (BN // 32)) + i % BM * (BN // 32) + j % BN // 32
         return known & (((tl.load(word) >> (j % 32)) & 1) == 1)
     inside = known & (i < 0)
     for r in tl.static_range(ENDS):
@@ -639,10 +639,11 @@ def tiles_forward(
         lead += b * HG
     if OWN_H:
         lead += h
-    i = block.to(tl.int64) * BM + tl.arange(0, BM)
+    i = block * BM + tl.arange(0, BM)
+    i64 = i.to(tl.int64)
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     query = tl.load(
-        q + b * sqb + h * sqh + i[:, None] * sqt + d[None, :], mask=(i < T)[:, None] & (d < D)[None, :], other=0.0
+        q + b * sqb + h * sqh + i64[:, None] * sqt + d[None, :], mask=(i < T)[:, None] & (d < D)[None, :], other=0.0
     )
     kbase = k + b * skb + (h // GROUP) * skh
     vbase = v + b * svb + (h // GROUP) * svh
@@ -666,9 +667,10 @@ def tiles_forward(
                 shift = tl.load(some_edge + r) - low
             for n in range(low, high):
                 j = n * BN + tl.arange(0, BN)
+                j64 = j.to(tl.int64)
                 jmask = j < S
                 key = tl.load(
-                    kbase + j[None, :] * skt + d[:, None],
+                    kbase + j64[None, :] * skt + d[:, None],
                     mask=(jmask[None, :] if PAD else (j >= 0)[None, :]) & (d < D)[:, None],
                     other=0.0,
                 )
@@ -688,7 +690,7 @@ def tiles_forward(
                 if DROP:
                     p = tl.where(_kept(state, j[None, :], threshold), p, 0.0)
                 value = tl.load(
-                    vbase + j[:, None] * svt + dv[None, :],
+                    vbase + j64[:, None] * svt + dv[None, :],
                     mask=(jmask[:, None] if PAD else (j >= 0)[:, None]) & (dv < DV)[None, :],
                     other=0.0,
                 )
@@ -698,7 +700,7 @@ def tiles_forward(
     # a target that reads nothing: 0
     result = acc * (keep_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     omask = (i < T)[:, None] & (dv < DV)[None, :]
-    tl.store(out + b * sob + h * soh + i[:, None] * sot + dv[None, :], result, mask=omask)
+    tl.store(out + b * sob + h * soh + i64[:, None] * sot + dv[None, :], result, mask=omask)
     tl.store(lse + (b * H + h) * T + i, log, mask=i < T)
 
 
@@ -719,12 +721,13 @@ def tiles_backward_targets(
         lead += b * HG
     if OWN_H:
         lead += h
-    i = block.to(tl.int64) * BM + tl.arange(0, BM)
+    i = block * BM + tl.arange(0, BM)
+    i64 = i.to(tl.int64)
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     qmask = (i < T)[:, None] & (d < D)[None, :]
-    query = tl.load(q + b * sqb + h * sqh + i[:, None] * sqt + d[None, :], mask=qmask, other=0.0)
+    query = tl.load(q + b * sqb + h * sqh + i64[:, None] * sqt + d[None, :], mask=qmask, other=0.0)
     g = tl.load(
-        dout + b * sdb + h * sdh + i[:, None] * sdt + dv[None, :], mask=(i < T)[:, None] & (dv < DV)[None, :], other=0.0
+        dout + b * sdb + h * sdh + i64[:, None] * sdt + dv[None, :], mask=(i < T)[:, None] & (dv < DV)[None, :], other=0.0
     )
     stat = (b * H + h) * T + i
     log = tl.load(lse + stat, mask=i < T, other=0.0)
@@ -750,10 +753,11 @@ def tiles_backward_targets(
                 shift = tl.load(some_edge + r) - low
             for n in range(low, high):
                 j = n * BN + tl.arange(0, BN)
+                j64 = j.to(tl.int64)
                 jmask = j < S if PAD else j >= 0
-                key = tl.load(kbase + j[:, None] * skt + d[None, :], mask=jmask[:, None] & (d < D)[None, :], other=0.0)
+                key = tl.load(kbase + j64[:, None] * skt + d[None, :], mask=jmask[:, None] & (d < D)[None, :], other=0.0)
                 value = tl.load(
-                    vbase + j[None, :] * svt + dv[:, None], mask=jmask[None, :] & (dv < DV)[:, None], other=0.0
+                    vbase + j64[None, :] * svt + dv[:, None], mask=jmask[None, :] & (dv < DV)[:, None], other=0.0
                 )
                 s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
                 s, slack = _shaped(s, position, h, i[:, None], j[None, :], cap, offset, reach, width, T, S, CAP, POS)
@@ -791,12 +795,13 @@ def tiles_backward_sources(
     if OWN_H:
         lead += own
     kv_head = own * LOOP // GROUP
-    j = block.to(tl.int64) * BN + tl.arange(0, BN)
+    j = block * BN + tl.arange(0, BN)
+    j64 = j.to(tl.int64)
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     kmask = (j < S)[:, None] & (d < D)[None, :]
     vmask = (j < S)[:, None] & (dv < DV)[None, :]
-    key = tl.load(k + b * skb + kv_head * skh + j[:, None] * skt + d[None, :], mask=kmask, other=0.0)
-    value = tl.load(v + b * svb + kv_head * svh + j[:, None] * svt + dv[None, :], mask=vmask, other=0.0)
+    key = tl.load(k + b * skb + kv_head * skh + j64[:, None] * skt + d[None, :], mask=kmask, other=0.0)
+    value = tl.load(v + b * svb + kv_head * svh + j64[:, None] * svt + dv[None, :], mask=vmask, other=0.0)
     acc_k = tl.zeros((BN, BD), tl.float32)
     acc_v = tl.zeros((BN, BDV), tl.float32)
     row = lead * NK + block
@@ -818,9 +823,10 @@ def tiles_backward_sources(
                     shift = tl.load(some_edge + r) - low
                 for n in range(low, high):
                     i = n * BM + tl.arange(0, BM)
+                    i64 = i.to(tl.int64)
                     imask = i < T if PAD else i >= 0
                     query = tl.load(
-                        q + b * sqb + h * sqh + i[None, :] * sqt + d[:, None],
+                        q + b * sqb + h * sqh + i64[None, :] * sqt + d[:, None],
                         mask=imask[None, :] & (d < D)[:, None],
                         other=0.0,
                     )
@@ -841,7 +847,7 @@ def tiles_backward_sources(
                     elif PAD:
                         p = tl.where(imask[None, :], p, 0.0)
                     g = tl.load(
-                        dout + b * sdb + h * sdh + i[:, None] * sdt + dv[None, :],
+                        dout + b * sdb + h * sdh + i64[:, None] * sdt + dv[None, :],
                         mask=imask[:, None] & (dv < DV)[None, :],
                         other=0.0,
                     )

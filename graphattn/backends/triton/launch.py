@@ -260,6 +260,8 @@ def _rows_backward(
     need_q, need_k, need_v, need_bias, need_ek, need_ev, need_vector, need_values = needs
     bias, edge_key, edge_value, vector, values = extra
     dout = _unit(dout)
+    if q.shape[1] > 1 and q.stride(1) < q.stride(2) and dout.stride(1) > dout.stride(2):
+        dout = dout.transpose(1, 2).contiguous().transpose(1, 2)  # heads of a node together, to be gathered together
     delta = _delta(out, dout, dlse)
     grads: list[Tensor | None] = [None] * 8
     if need_q or need_bias or need_ek or need_ev or need_vector or need_values:
@@ -474,23 +476,26 @@ def _runs_by_sources(
 _ENDS = 4  # runs per target whose bounds are compared within a tile; above, bits are looked up
 
 
-def tiles(call: Call, bm: int, bn: int) -> tuple[Tensor, Tensor]:
+_Size = tuple[int, int]
+
+
+def tiles(call: Call, size: _Size, source_size: _Size) -> tuple[Tensor, Tensor]:
     """`(out, lse)` by the kernels that multiply tiles."""
     q, k, v = _unit(call.q), _unit(call.k), _unit(call.v)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+    if q.dtype == torch.bfloat16 and not isinstance(kernels.tiles_forward, triton.JITFunction):
         # triton's interpreter multiplies the bits of bfloat16 numbers as if they were integers
         q, k, v = q.float(), k.float(), v.float()
-    out, lse = _Tiles.apply(_spec(call), bm, bn, q, k, v, _values(call))
+    out, lse = _Tiles.apply(_spec(call), size, source_size, q, k, v, _values(call))
     return out.to(call.q.dtype), lse
 
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, spec: _Spec, bm: int, bn: int, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None
+        ctx: Any, spec: _Spec, size: _Size, source_size: _Size, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _tiles_forward(spec, bm, bn, q, k, v, values)
-        ctx.spec, ctx.size = spec, (bm, bn)
+        out, lse = _tiles_forward(spec, size, q, k, v, values)
+        ctx.spec, ctx.sizes = spec, (size, source_size)
         ctx.save_for_backward(q, k, v, out, lse, values)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -502,32 +507,28 @@ class _Tiles(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         needs = ctx.needs_input_grad[3:]
-        dq, dk, dv = _tiles_backward(ctx.spec, needs, *ctx.size, q, k, v, out, lse, dout, dlse, values)
+        dq, dk, dv = _tiles_backward(ctx.spec, needs, *ctx.sizes, q, k, v, out, lse, dout, dlse, values)
         return None, None, None, dq, dk, dv, None
 
 
 def _precision(q: Tensor) -> str:
-    """Products of float32 tiles: exact, unless the user lets matmuls use TF32."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """Products of float32 tiles: three of TF32 that make up one of float32, or one if the user lets matmuls use TF32."""
+    return "tf32" if q.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
 def tile_launch(kernel: str, width: int, dtype: torch.dtype) -> dict[str, int]:
     """Warps and pipeline stages of a tile kernel."""
     if dtype == torch.float32:
         return {"num_warps": 8, "num_stages": 1}
-    if width <= 64:
-        return {"num_warps": 4 if kernel == "forward" else 8, "num_stages": 3 if kernel == "forward" else 2}
-    return {"num_warps": 8, "num_stages": 2}
-
-
-def _grid(every: Any, some: Any) -> tuple[Tensor, ...]:
-    return every.indptr, every.start, every.stop, some.indptr, some.start, some.stop, some.run_edge()
+    if kernel == "sources" and width <= 64:
+        return {"num_warps": 4, "num_stages": 2}
+    return {"num_warps": 8, "num_stages": 3 if kernel == "forward" and width <= 64 else 2}
 
 
 def _tiles_forward(
-    spec: _Spec, bm: int, bn: int, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None
+    spec: _Spec, size: _Size, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    call = spec.call
+    call, (bm, bn) = spec.call, size
     (batch, heads, t, d), s, dv = q.shape, k.shape[2], v.shape[-1]
     form = plan.tiles(call.graph, bm, bn, _ENDS)
     out = _like_nodes(q, dv)
@@ -536,7 +537,7 @@ def _tiles_forward(
     bd, bdv = max(16, _pow2(d)), max(16, _pow2(dv))
     launch(
         kernels.tiles_forward, (blocks, heads, batch),
-        q, k, v, out, lse, *_grid(form.every, form.some), form.start, form.stop, form.bits, values, spec.seed,
+        q, k, v, out, lse, *form.grid, form.start, form.stop, form.bits, values, spec.seed,
         *_strides(q), *_strides(k), *_strides(v), *_strides(out),
         t, s, heads, call.lead[1], blocks, call.scale, spec.cap, spec.offset, spec.reach, spec.width, spec.threshold,
         spec.keep_scale if call.dropout else 1.0,
@@ -548,8 +549,8 @@ def _tiles_forward(
 
 
 def _tiles_backward(
-    spec: _Spec, needs: tuple[bool, ...], bm: int, bn: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dout: Tensor, dlse: Tensor | None, values: Tensor | None,
+    spec: _Spec, needs: tuple[bool, ...], size: _Size, source_size: _Size, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, dout: Tensor, dlse: Tensor | None, values: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     call = spec.call
     (batch, heads, t, d), s, dv = q.shape, k.shape[2], v.shape[-1]
@@ -558,12 +559,13 @@ def _tiles_backward(
     bd, bdv = max(16, _pow2(d)), max(16, _pow2(dv))
     dq = dk = dv_out = None
     if needs[0]:
+        bm, bn = size
         form = plan.tiles(call.graph, bm, bn, _ENDS)
         dq = torch.empty(batch, heads, t, d, dtype=torch.float32, device=q.device)
         blocks = triton.cdiv(t, bm)
         launch(
             kernels.tiles_backward_targets, (blocks, heads, batch),
-            q, k, v, dout, lse, delta, dq, *_grid(form.every, form.some), form.start, form.stop, form.bits, values,
+            q, k, v, dout, lse, delta, dq, *form.grid, form.start, form.stop, form.bits, values,
             spec.seed, *_strides(q), *_strides(k), *_strides(v), *_strides(dout),
             t, s, heads, call.lead[1], blocks, call.scale, spec.cap, spec.offset, spec.reach, spec.width,
             spec.threshold, spec.keep_scale,
@@ -573,6 +575,7 @@ def _tiles_backward(
         )  # fmt: skip
         dq = dq.to(q.dtype)
     if needs[1] or needs[2]:
+        bm, bn = source_size
         form = plan.tiles_by_source(call.graph, bm, bn, _ENDS)
         hn, loop = _source_heads(spec)
         dk = torch.empty(batch, hn, s, d, dtype=torch.float32, device=q.device)
@@ -580,7 +583,7 @@ def _tiles_backward(
         blocks = triton.cdiv(s, bn)
         launch(
             kernels.tiles_backward_sources, (blocks, hn, batch),
-            q, k, v, dout, lse, delta, dk, dv_out, *_grid(form.every, form.some), form.order, form.start, form.stop,
+            q, k, v, dout, lse, delta, dk, dv_out, *form.grid, form.order, form.start, form.stop,
             form.bits, values, spec.seed, *_strides(q), *_strides(k), *_strides(v), *_strides(dout),
             t, s, heads, hn, call.lead[1], blocks, call.scale, spec.cap, spec.offset, spec.reach, spec.width,
             spec.threshold, spec.keep_scale,

@@ -78,8 +78,7 @@ class RunList(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles by target or by source: which hold every edge, which hold some; how pairs of the latter are told."""
 
-    every: Graph
-    some: Graph
+    grid: tuple[Tensor, ...]  # of tiles that hold every edge: ptr, start, stop of runs; of the others too, and edge
     ends: int  # bounds per target, or 0: bits
     start: Tensor
     stop: Tensor
@@ -186,24 +185,29 @@ def tiles(graph: Graph, bm: int, bn: int, runs: int) -> Tiles:
 
 
 def _tiles(graph: Graph, bm: int, bn: int, runs: int) -> Tiles:
-    grid = tiling(graph, bm, bn)
+    tiled = tiling(graph, bm, bn)
     ends = bounds(graph, runs)
     none = torch.zeros(1, dtype=torch.int32, device=graph.device)
     if ends is not None:
-        return Tiles(grid.all, grid.some, ends[0].shape[1], ends[0], ends[1], none, none)
-    bits = tile_bits(graph, grid)
-    return Tiles(grid.all, grid.some, 0, none, none, bits if bits.numel() else none, none)
+        return Tiles(_grid(tiled.all, tiled.some), ends[0].shape[1], ends[0], ends[1], none, none)
+    bits = tile_bits(graph, tiled)
+    return Tiles(_grid(tiled.all, tiled.some), 0, none, none, bits if bits.numel() else none, none)
+
+
+def _grid(every: Graph, some: Graph) -> tuple[Tensor, ...]:
+    # 32 bits: tiles are counted here, not edges
+    parts = (every.indptr, every.start, every.stop, some.indptr, some.start, some.stop, some.run_edge())
+    return tuple(x.to(torch.int32) for x in parts)
 
 
 def tiles_by_source(graph: Graph, bm: int, bn: int, runs: int) -> Tiles:
     def make() -> Tiles:
-        by_target = tiles(graph, bm, bn, runs)
+        by_target, (some, every, _, _) = tiles(graph, bm, bn, runs), tiling(graph, bm, bn)
         order = by_target.order
         if by_target.ends == 0:
-            some = by_target.some
             row, col = some.edges()
             lead = torch.div(row, max(some.t, 1), rounding_mode="floor")
             order = torch.argsort((lead * some.s + col) * some.t + row - lead * some.t).to(torch.int32)
-        return by_target._replace(every=by_target.every.T, some=by_target.some.T, order=order)
+        return by_target._replace(grid=_grid(every.T, some.T), order=order)
 
     return graph.cached(("triton_tiles_by_source", bm, bn), make)
