@@ -51,8 +51,8 @@ def reorder(graph: Graph, tile: int = 64) -> Reordering:
     best, before = torch.arange(graph.t, device=graph.device), tile_fill(graph, tile)
     most = before
     if graph.num_edges and not graph.is_full():
-        for order in _candidates(graph):
-            order = torch.as_tensor(np.ascontiguousarray(order), dtype=torch.int64, device=graph.device)
+        for found in _candidates(graph):
+            order = torch.as_tensor(np.ascontiguousarray(found), dtype=torch.int64, device=graph.device)
             try:
                 fill = tile_fill(graph.relabel(order), tile)
             except ValueError:  # one more run per edge than there is room for

@@ -225,7 +225,7 @@ def stack(graphs: Iterable[Graph], axis: Literal["batch", "head"]) -> Graph:
     for g in parts:
         indptr.append(g.indptr[1:] + runs)
         runs += g.num_runs
-    joined = [torch.cat(indptr), torch.cat([g.start for g in parts]), torch.cat([g.stop for g in parts])]
+    joined = torch.cat(indptr), torch.cat([g.start for g in parts]), torch.cat([g.stop for g in parts])
     if axis == "batch":
         return Graph._new(*joined, (sum(g.lead[0] for g in parts), n, first.t, first.s))
     flat = Graph._new(*joined, (rows, first.s))

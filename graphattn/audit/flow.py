@@ -96,7 +96,7 @@ class _Layer:
         self.first = self.level * graph.s + self.start
         self.last = self.level * graph.s + self.stop - (np.int64(1) << self.level)
         self.filled = np.flatnonzero(np.diff(self.indptr))
-        self._slots: list[tuple[np.ndarray, np.ndarray]] | None = None
+        self._slots: tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]] | None = None
 
     def best(self, value: np.ndarray) -> np.ndarray:
         """`(T,)` the largest value among the sources each target reads, _NOTHING for an empty target."""
@@ -135,7 +135,7 @@ class _Layer:
         """`(T, W)`: the union of the bit sets `state (T, W)` of the sources each target reads."""
         if self._slots is None:
             self._slots = self._make_slots()
-        order, slots = self._slots  # type: ignore[misc]
+        order, slots = self._slots
         out = np.zeros((self.indptr.size - 1, state.shape[1]), dtype=state.dtype)
         if slots:
             table = _table(state, self.levels, np.bitwise_or)
@@ -411,7 +411,8 @@ def find_leak(
         if mask is not None:
             value[:t][mask] = _NOTHING
         if held is not None:
-            value[t:] = np.where(_of(held, b) < 0, _NOTHING, _of(held, b))
+            content = np.asarray(_of(held, b))
+            value[t:] = np.where(content < 0, _NOTHING, content)
         most = None if found is None else len(found.path) - 1
         if label is None:
             hit = _offset_leak(shared, value, rows, offset, most)
@@ -449,9 +450,9 @@ def _streams(
     for g in before:
         if (g.t, g.s) != (s, s):
             raise ValueError(f"context layer {g!r} must be ({s} <- {s}), one node per node of the context")
-    for g in between:
-        if g is not None and (g.t, g.s) != (t, s):
-            raise ValueError(f"cross {g!r} must be ({t} <- {s}): targets are the stream's, sources the context's")
+    for c in between:
+        if c is not None and (c.t, c.s) != (t, s):
+            raise ValueError(f"cross {c!r} must be ({t} <- {s}): targets are the stream's, sources the context's")
     sizes = {g.lead[0] for g in extra if g.lead} - {1} | ({samples} if samples else set())
     if len(sizes) > 1:
         raise ValueError(f"layers have batch axes of {sorted(sizes)} samples")

@@ -21,7 +21,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _FEW = 4
 
 
-def from_predicate(mask_mod: MaskMod, shape: int | Sequence[int]) -> Graph:
+def from_predicate(mask_mod: MaskMod, shape: int | Sequence[int], *, device: torch.device | str = "cpu") -> Graph:
     """A FlexAttention `mask_mod(b, h, q_idx, kv_idx)`, True = target q_idx reads source kv_idx.
 
     Read in blocks of rows, so the cost is time T_q x T_kv but not memory.
@@ -29,6 +29,7 @@ def from_predicate(mask_mod: MaskMod, shape: int | Sequence[int]) -> Graph:
     Args:
         mask_mod: as `create_block_mask` takes it: written for 0-d index tensors, without `if` or `.item()` on them.
         shape: `(T_q, T_kv)`, evaluated at b = h = 0; `(B, H, T_q, T_kv)`; or the number of nodes of a square graph.
+        device: where the indices lie, and so the graph: that of the tensors the predicate looks up.
 
     Raises:
         ValueError: the predicate looks at the values of its indices, or returns something other than one bool.
@@ -36,12 +37,12 @@ def from_predicate(mask_mod: MaskMod, shape: int | Sequence[int]) -> Graph:
     shape = check_shape((shape, shape) if isinstance(shape, int) else shape)
     lead, t, s = (shape[:-2] or (1, 1)), shape[-2], shape[-1]
     step = max(1, BLOCK // max(s, 1))
-    parts, lower = [torch.zeros(0, dtype=torch.int64)], 0
-    source = torch.arange(s)
+    parts, lower = [torch.zeros(0, dtype=torch.int64, device=device)], 0
+    source = torch.arange(s, device=device)
     for b in range(lead[0]):
         for h in range(lead[1]):
             for low in range(0, t, step):
-                rows = torch.arange(low, min(t, low + step))
+                rows = torch.arange(low, min(t, low + step), device=device)
                 keep = _evaluate(mask_mod, torch.tensor(b), torch.tensor(h), rows[:, None], source[None])
                 block = _from_rows(keep, (rows.numel(), s))
                 parts.append(block._points() + lower * (s + 1))
@@ -284,7 +285,7 @@ def from_block_mask(block_mask: BlockMask) -> Graph:
     t, s = block_mask.seq_lengths
     q, kv = block_mask.BLOCK_SIZE
     kinds = [(block_mask.kv_num_blocks, block_mask.kv_indices, True)]
-    if block_mask.full_kv_num_blocks is not None:
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         kinds.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, False))
     if block_mask.kv_indices.dim() != 4:
         raise ValueError(f"a BlockMask has axes (B, H, rows, columns), got {block_mask.kv_indices.dim()} axes")
@@ -314,12 +315,12 @@ def from_block_mask(block_mask: BlockMask) -> Graph:
                 stop_parts.append((begin + kv).clamp(max=s))
                 continue
             source = (j[here, None] * kv + cols_in)[:, None, :].expand(-1, q, -1)
-            shape4 = [x[here, None, None] for x in (b, h)]
             inside = real[:, :, None] & (source < s)
             # indices beyond the ends are clamped: the predicate may look them up in tables of the true size
             keep = _evaluate(
                 block_mask.mask_mod,
-                *shape4,
+                b[here, None, None],
+                h[here, None, None],
                 target.clamp(max=t - 1)[:, :, None],
                 source.clamp(max=s - 1),
             )
