@@ -57,8 +57,10 @@ def of_sample(masks: list[Tensor], b: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_find_leak_equals_boolean_matrix_powers(seed: int) -> None:
+def test_find_leak_equals_boolean_matrix_powers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(seed)
+    if seed % 2:  # rows of many runs, and several blocks of labels, without large graphs
+        monkeypatch.setattr("graphattn.audit.flow._MANY", 1)
 
     def coin(p: float) -> bool:
         return float(torch.rand((), generator=g)) < p
@@ -111,6 +113,31 @@ def test_find_leak_equals_boolean_matrix_powers(seed: int) -> None:
         assert node == found.target
         assert found.label == (found.target + offset if labels is None else int(labels[found.target]))
     assert leaks > 50 and longest >= 3
+
+
+@pytest.mark.parametrize("table", [1, 2**28])
+def test_many_labels_take_several_words_and_blocks(table: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphattn.audit.flow._TABLE_BYTES", table)
+    t, g = 230, torch.Generator().manual_seed(table)
+    for k in range(6):
+        masks = [torch.rand(t, t, generator=g) < 0.004 for _ in range(4)]
+        masks[k % 4][:, 20 : 20 + 16 * k] |= torch.rand(t, 1, generator=g) < 0.05  # long runs
+        reach = [torch.eye(t)]
+        for m in masks:
+            reach.append(((m.float() + torch.eye(t)) @ reach[-1] > 0).float())
+        layers = [ga.from_mask(m) for m in masks]
+        assert torch.equal(ga.coverage(layers), torch.stack([r.sum(1) for r in reach]).long())
+        # labels that are read by nobody in one hop, and then some that are reached in the end
+        direct = torch.stack([m.float() for m in masks]).sum(0) + torch.eye(t)
+        never = torch.where(reach[-1] > 0, -torch.inf, torch.rand(t, t, generator=g)).argmax(1)
+        assert ga.find_leak(layers, labels=never) is None
+        late = (reach[-1] > 0) & (direct == 0)
+        for target in late.any(1).nonzero().flatten().tolist()[:: 10 + k]:
+            labels = never.clone()
+            labels[target] = late[target].nonzero().flatten()[-1]
+            found = ga.find_leak(layers, labels=labels)
+            assert found is not None and (found.target, found.source) == (target, int(labels[target]))
+            assert len(found.path) == int(hops(masks, t)[target, found.source])
 
 
 def chain(n: int, t: int) -> list[ga.Graph]:

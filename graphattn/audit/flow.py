@@ -18,6 +18,8 @@ from ..graph import Graph, _starts
 _NOTHING = -(2**62)  # the value of a source that says nothing
 # bytes of the widest table of bit sets kept at once
 _TABLE_BYTES = 2**28
+# a row with more runs than this is united by itself
+_MANY = 256
 # words a search among labels may unite: about an hour
 _MOST = 10**12
 
@@ -96,6 +98,7 @@ class _Layer:
         self.first = self.level * graph.s + self.start
         self.last = self.level * graph.s + self.stop - (np.int64(1) << self.level)
         self.filled = np.flatnonzero(np.diff(self.indptr))
+        self.heavy = np.flatnonzero(np.diff(self.indptr) > _MANY)
         self._slots: tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]] | None = None
 
     def best(self, value: np.ndarray) -> np.ndarray:
@@ -137,8 +140,9 @@ class _Layer:
             self._slots = self._make_slots()
         order, slots = self._slots
         out = np.zeros((self.indptr.size - 1, state.shape[1]), dtype=state.dtype)
-        if slots:
+        if self.filled.size:
             table = _table(state, self.levels, np.bitwise_or)
+        if slots:
             n = slots[0][0].size
             acc, buffer = np.zeros((n, state.shape[1]), state.dtype), np.empty((n, state.shape[1]), state.dtype)
             for first, last in slots:
@@ -149,6 +153,11 @@ class _Layer:
                     np.take(table, last, axis=0, out=buffer[:k], mode="clip")
                     acc[:k] |= buffer[:k]
             out[order] = acc
+        for row in self.heavy:
+            here = slice(self.indptr[row], self.indptr[row + 1])
+            out[row] = np.bitwise_or.reduce(table[self.first[here]], axis=0)
+            if self.levels > 1:
+                out[row] |= np.bitwise_or.reduce(table[self.last[here]], axis=0)
         if self.heads:
             return np.bitwise_or.reduce(out.reshape(self.heads, self.t, -1), axis=0)
         return out
@@ -156,7 +165,8 @@ class _Layer:
     def _make_slots(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
         """Rows with most runs first, so that the k-th runs of all rows that have one are a block: no ragged loop."""
         count = np.diff(self.indptr)
-        order = self.filled[np.argsort(-count[self.filled], kind="stable")]
+        light = self.filled[count[self.filled] <= _MANY]
+        order = light[np.argsort(-count[light], kind="stable")]
         most, begin = count[order], self.indptr[order]
         slots = []
         n = order.size
