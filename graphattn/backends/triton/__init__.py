@@ -1,9 +1,9 @@
 """Triton kernels, for any graph on a GPU: per target and per source where edges are few, in tiles where they are dense.
 
 Exact and bit-identical between runs: forward and gradient add nothing atomically.  Keys and values are read where they
-lie (any strides), all heads of a node together where they lie together.  A target or source with many edges is split and
-its parts merged.  The tiles multiply hidden pairs of a tile that holds some edges by 0, so that a NaN in their value
-spreads; the kernels for sparse graphs never touch what a target does not read.
+lie (any strides), all heads of a node together where they lie together.  A target or source with many edges is split,
+and its parts merged.  The tiles multiply hidden pairs of a tile that holds some edges by 0, so that a NaN in their
+value spreads; the kernels for sparse graphs never touch what a target does not read.
 
 Without a GPU the kernels run in triton's interpreter (TRITON_INTERPRET=1), for tests.
 """
@@ -71,7 +71,8 @@ def memory(call: Call) -> int:
     graph = call.graph
     size = 4 * call.batch * call.heads * graph.t
     if call.needs_grad:
-        size += 8 * call.batch * call.heads * (graph.t * call.q.shape[-1] + graph.s * (call.q.shape[-1] + call.v.shape[-1]))
+        d, dv = call.q.shape[-1], call.v.shape[-1]
+        size += 8 * call.batch * call.heads * (graph.t * d + graph.s * (d + dv))
     if in_tiles(call):
         return size
     size += graph.num_edges * 4 * (3 if call.needs_grad else 1)

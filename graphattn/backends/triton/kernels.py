@@ -1,8 +1,8 @@
-"""The kernels: one program per target (or source) and a block of heads for sparse graphs, tiles of both for denser ones.
+"""The kernels: one program per target (or source) and a block of heads on sparse graphs, tiles of both on denser ones.
 
 Axes are named by their block sizes: BE edges, HB heads, BD and BDV the widths padded to powers of two, BM targets, BN
-sources.  In the sparse kernels each of the BE lanes keeps a softmax of its own, and lanes are merged once at the end: the
-loop over blocks of edges then reduces over the width alone.  Nothing is added atomically: every number has one owner.
+sources.  In the sparse kernels each of the BE lanes keeps a softmax of its own, and lanes are merged once at the end:
+the loop over blocks of edges then reduces over the width alone.  Nothing is added atomically: a number has one owner.
 """
 
 import triton

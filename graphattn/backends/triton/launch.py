@@ -179,10 +179,9 @@ def _heads_at_once(spec: _Spec, heads: int, *tensors: Tensor) -> int:
 
 
 def _block(cap: int, width: int, budget: int) -> tuple[int, int]:
-    """Edges at a time, and warps, for rows of `width` numbers: `budget` numbers in flight."""
+    """Edges at a time, and warps, for rows of `width` numbers: `budget` numbers in flight, at least 8 for a thread."""
     be = max(1, min(cap, budget // width))
-    warps = 1 if be * width <= 512 else 2 if be * width <= 1024 else 4 if be * width <= 4096 else 8
-    return be, warps
+    return be, 1 if be * width <= 256 else 2 if be * width <= 512 else 4
 
 
 def _rows_forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -199,10 +198,10 @@ def _rows_forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor |
     bd, bdv = _pow2(d), _pow2(dv)
     for bucket in items.buckets:
         be, warps = _block(bucket.cap, hb * max(bd, bdv), 4096)
-        part = slice(bucket.first, bucket.first + bucket.count)
+        part = slice(bucket.first, bucket.first + bucket.size)
         run = None if items.run is None else items.run[2 * part.start : 2 * part.stop]
         launch(
-            kernels.rows_forward, (bucket.count, spec.nh // hb, spec.nb),
+            kernels.rows_forward, (bucket.size, spec.nh // hb, spec.nb),
             q, k, v, out, lse, part_out, part_lse,
             items.row[part], items.begin[part], items.end[part], run,
             form.cols, form.run_start, form.run_stop, form.run_edge,
@@ -305,10 +304,10 @@ def _by_targets(
     for first_batch in range(nb if alone else 1):
         for bucket in items.buckets:
             be, warps = _block(bucket.cap, hb * max(bd, bdv), 2048)
-            part = slice(bucket.first, bucket.first + bucket.count)
+            part = slice(bucket.first, bucket.first + bucket.size)
             run = None if items.run is None else items.run[2 * part.start : 2 * part.stop]
             launch(
-                kernels.rows_backward_targets, (bucket.count, nh // hb, 1 if alone else nb),
+                kernels.rows_backward_targets, (bucket.size, nh // hb, 1 if alone else nb),
                 q, k, v, dout, lse, delta, dq, part_dq, dbias, dek, dev, dvector, dslope,
                 items.row[part], items.begin[part], items.end[part], run,
                 form.cols, form.run_start, form.run_stop, form.run_edge,
@@ -423,9 +422,9 @@ def _by_sources(
     numbered = not (bias is None and edge_key is None and edge_value is None)
     for bucket in items.buckets:
         be, warps = _block(bucket.cap, hb * max(bd, bdv), 2048)
-        part = slice(bucket.first, bucket.first + bucket.count)
+        part = slice(bucket.first, bucket.first + bucket.size)
         launch(
-            kernels.rows_backward_sources, (bucket.count, nh // hb, spec.nb),
+            kernels.rows_backward_sources, (bucket.size, nh // hb, spec.nb),
             q, k, v, dout, lse, delta, dk, dv_out, part_dk, part_dv,
             items.row[part], items.begin[part], items.end[part], form.targets, form.edges if numbered else None,
             bias, edge_key, edge_value, vector, values, spec.seed,
@@ -507,7 +506,8 @@ class _Tiles(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         needs = ctx.needs_input_grad[3:]
-        dq, dk, dv = _tiles_backward(ctx.spec, needs, *ctx.sizes, q, k, v, out, lse, dout, dlse, values)
+        size, source_size = ctx.sizes
+        dq, dk, dv = _tiles_backward(ctx.spec, needs, size, source_size, q, k, v, out, lse, dout, dlse, values)
         return None, None, None, dq, dk, dv, None
 
 
@@ -520,8 +520,6 @@ def tile_launch(kernel: str, width: int, dtype: torch.dtype) -> dict[str, int]:
     """Warps and pipeline stages of a tile kernel."""
     if dtype == torch.float32:
         return {"num_warps": 8, "num_stages": 1}
-    if kernel == "sources" and width <= 64:
-        return {"num_warps": 4, "num_stages": 2}
     return {"num_warps": 8, "num_stages": 3 if kernel == "forward" and width <= 64 else 2}
 
 

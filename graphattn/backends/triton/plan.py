@@ -20,10 +20,10 @@ _CAPS = (4, 16, 64)  # degrees up to which a bucket's kernels are made for so ma
 
 
 class Bucket(NamedTuple):
-    """Items `first : first + count`, of nodes with degree at most `cap` edges at a time; `split`: parts of nodes."""
+    """Items `first : first + size`, of nodes with degree at most `cap` edges at a time; `split`: parts of nodes."""
 
     first: int
-    count: int
+    size: int
     cap: int
     split: bool
 
@@ -41,7 +41,7 @@ class Items(NamedTuple):
 
     @property
     def parts(self) -> int:
-        return sum(b.count for b in self.buckets if b.split)
+        return sum(b.size for b in self.buckets if b.split)
 
 
 class Rows(NamedTuple):
