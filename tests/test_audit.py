@@ -486,6 +486,8 @@ def test_the_page_says_what_there_is(tmp_path: Path) -> None:
     assert "sample 1" in batch and "no leak" in batch
     figure = ga.audit_picture(layers, tmp_path / "page.png", names=["a", "b", "a"])
     assert (tmp_path / "page.png").stat().st_size > 1000 and len(figure.axes) == 4
+    for small in (ga.empty(0), ga.empty(3), ga.causal(1)):
+        ga.audit_picture(small)
     import matplotlib.pyplot as plt
 
     assert not plt.get_fignums()  # V05

@@ -92,24 +92,22 @@ def audit_picture(
     for ax, k in zip(axes, shown, strict=False):
         g = layers[k]
         side = max(1, -(-max(g.t, 1) // 256))
-        ax.imshow(
-            density_map(g, side),
-            cmap="Greys",
-            norm=PowerNorm(0.4, vmin=0, vmax=1),
-            origin="upper",
-            extent=(0, g.s, g.t, 0),
-            aspect="auto",
-        )
+        if g.t:
+            shade, box = PowerNorm(0.4, vmin=0, vmax=1), (0, g.s, g.t, 0)
+            ax.imshow(density_map(g, side), cmap="Greys", norm=shade, origin="upper", extent=box, aspect="auto")
         ax.set_title(f"layer {k + 1}" + (f": {names[k]}" if names else ""), fontsize=9)
         ax.set_xlabel("source")
         ax.set_ylabel("target")
     for k in shown:
-        degree = layers[k].degree().reshape(-1).cpu().numpy()
+        degree = np.sort(layers[k].degree().reshape(-1).cpu().numpy())
         if degree.size:
-            axes[-2].hist(degree, bins=min(50, int(degree.max()) + 1), alpha=0.6, label=f"layer {k + 1}")
-    axes[-2].set_xlabel("sources read")
-    axes[-2].set_ylabel("targets")
-    axes[-2].legend(fontsize=8)
+            share = np.linspace(0, 1, min(degree.size, 512))
+            axes[-2].plot(share, degree[np.round(share * (degree.size - 1)).astype(int)], label=f"layer {k + 1}")
+    axes[-2].set_yscale("symlog")
+    axes[-2].set_xlabel("share of targets")
+    axes[-2].set_ylabel("sources read, at most")
+    if t:
+        axes[-2].legend(fontsize=8)
     sizes, how = _fields(layers, t, batch if samples else None)
     if t:
         depth = range(len(sizes))
