@@ -246,11 +246,12 @@ class Run:
         path = self.folder / name
         try:
             count = len(tensors) // 4
-            out = [
-                Graph.from_runs(*(tensors.pop(f"{i}.{part}") for part in ("indptr", "start", "stop")),
-                                tensors.pop(f"{i}.shape").tolist())
-                for i in range(count)
-            ]  # fmt: skip
+            out = []
+            for i in range(count):
+                indptr, start, stop, shape = (
+                    tensors.pop(f"{i}.{part}") for part in ("indptr", "start", "stop", "shape")
+                )
+                out.append(Graph.from_runs(indptr, start, stop, shape.tolist()))
             if tensors or not out:
                 raise ValueError("it does not hold indptr, start, stop and shape of each graph")
         except (ValueError, TypeError, KeyError) as error:
@@ -293,7 +294,7 @@ class Run:
         import torch
         from safetensors.torch import save
 
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for i, g in enumerate(graphs):
             tensors |= {f"{i}.indptr": g.indptr, f"{i}.start": g.start, f"{i}.stop": g.stop}
             tensors[f"{i}.shape"] = torch.tensor(g.shape)

@@ -153,6 +153,7 @@ def train(argv: Sequence[str]) -> int:
 
     # threads that spin while they wait fight over cores that others use
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from graphattn.checkpoint import Run
     from graphattn.train import resume as resume_run
     from graphattn.train import train as start_run
 
@@ -169,6 +170,9 @@ def train(argv: Sequence[str]) -> int:
         return 128 + result.stopped_by if result.stopped_by else 0
     if result.val_loss is not None:
         print(f"held-out loss {result.val_loss:.4f} nats per character over all windows")
+        best = Run.open(result.folder).read_json("summary.json").get("best")
+        if best and best["step"] != result.step:
+            print(f"of the best weights, after step {best['step']}, {best['all_windows']:.4f}")
     sample = Path(result.folder, "sample.txt")
     if loud and sample.exists():
         print(f"\n{sample.read_text(encoding='utf-8')}\n")
@@ -345,7 +349,8 @@ def draw(argv: Sequence[str]) -> int:
     for n, (graph, name) in enumerate(zip(graphs, names, strict=True)):
         raw = io.BytesIO()
         ax = draw_graph(graph, layout=given["layout"], title=f"{name}\n{graph!r}")
-        ax.figure.savefig(raw, format=kind, dpi=150)
+        figure: Any = ax.figure
+        figure.savefig(raw, format=kind, dpi=150)
         path = out if len(graphs) == 1 else out.with_stem(f"{out.stem}-{n}")
         write_atomic(path, raw.getvalue())
         print(f"{path}: {graph!r}")

@@ -8,13 +8,14 @@ later row still reads, so a window needs a window of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
 
 from graphattn.gpt import GPT, Block, cycle
 from graphattn.graph import Graph
+from graphattn.scores import Position
 
 
 @torch.no_grad()
@@ -138,7 +139,7 @@ def next_logits(
     *,
     cache: bool = True,
     say: Callable[[str], None] | None = None,
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, Tensor, None]:
     """A generator of logits `(B, vocab)` for the next token; `send` it the tokens `(B,)` that were chosen."""
     layers = cycle(graphs, model.config.layers)
     block = model.config.block
@@ -151,6 +152,7 @@ def next_logits(
     if say is not None and cache and ready >= block:
         say("earlier positions read later ones in this graph, so every token is computed from its whole context")
     held: _Cache | None = None
+    new: Tensor
     while True:
         m = tokens.shape[1]
         if m > block:
@@ -224,7 +226,7 @@ class _Cache:
         keys, values = head.keys_values(y, at)  # (B, kv heads, new, D)
         if first == 0:
             sources, rows = at, graph[:m, :m]
-            bias = block.bias()
+            bias: Tensor | Position | None = block.bias()
             self.keys.append(keys)
             self.values.append(values)
         else:

@@ -12,8 +12,9 @@ import sys
 import types
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -79,8 +80,11 @@ class _Parser:
         if len(text) > MAX_TEXT:
             self.fail(f"the expression has {len(text):,} characters, at most {MAX_TEXT:,} are read", MAX_TEXT)
 
-    def fail(self, problem: str, at: int | None = None) -> Any:
-        raise ParseError(problem, self.text, self.at if at is None else at)
+    def error(self, problem: str, at: int | None = None) -> ParseError:
+        return ParseError(problem, self.text, self.at if at is None else at)
+
+    def fail(self, problem: str, at: int | None = None) -> NoReturn:
+        raise self.error(problem, at)
 
     # ------------------------------------------------------------------ characters
 
@@ -120,8 +124,7 @@ class _Parser:
         while self.peek() == sign:
             at = self.at
             self.at += 1
-            other = operand()
-            out = self.guard(at, f"{sign} failed", lambda a=out, b=other: _OPERATORS[sign](a, b))
+            out = self.guard(at, f"{sign} failed", partial(_OPERATORS[sign], out, operand()))
         return out
 
     def unary(self) -> Graph:
@@ -148,17 +151,17 @@ class _Parser:
         if char.isalpha() or char == "_":
             return self.pattern()
         if not char:
-            return self.fail("the expression ends where a pattern should come")
+            self.fail("the expression ends where a pattern should come")
         if char.isdigit():
-            return self.fail("a number stands where a pattern should come, such as band(16)")
-        return self.fail(f"unexpected {char!r}: a pattern, ~, @file or ( should come here")
+            self.fail("a number stands where a pattern should come, such as band(16)")
+        self.fail(f"unexpected {char!r}: a pattern, ~, @file or ( should come here")
 
     def pattern(self) -> Graph:
         at, name = self.at, self.word()
-        make = getattr(patterns, name, None) if name in NAMES else None
+        make: Callable[..., Graph] | None = getattr(patterns, name, None) if name in NAMES else None
         if make is None:
             known = [n for n in NAMES if hasattr(patterns, n)]
-            self.fail(f"unknown pattern {_short(name)}; known are {', '.join(known)}", at)
+            raise self.error(f"unknown pattern {_short(name)}; known are {', '.join(known)}", at)
         values: list[tuple[int, Any]] = []
         named: dict[str, tuple[int, Any]] = {}
         if self.take("("):
@@ -193,7 +196,7 @@ class _Parser:
             keywords["t"] = self.t
         if "s" in parameters:
             keywords["s"] = self.s
-        return self.guard(at, name, lambda: make(**keywords))
+        return self.guard(at, name, partial(make, **keywords))
 
     def arguments(self, values: list[tuple[int, Any]], named: dict[str, tuple[int, Any]]) -> None:
         if self.take(")"):
@@ -331,7 +334,9 @@ def read_edges(path: str | Path, t: int, s: int) -> Graph:
         raise ValueError(f"edge_index must hold integers, got {edges.dtype}")
     if shape != (t, s):
         raise ValueError(f"is for {shape[0]} targets and {shape[-1]} sources, but the size is {t} <- {s}")
-    return from_edge_index(torch.from_numpy(edges.astype(np.int64)), (t, s))
+    graph = from_edge_index(torch.from_numpy(edges.astype(np.int64)), (t, s))
+    assert isinstance(graph, Graph)
+    return graph
 
 
 def _own_size(given: dict[str, Any]) -> int | None:

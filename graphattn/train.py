@@ -15,6 +15,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ class _Trainer:
                     bar.set_postfix_str(f"loss {record['loss']:.4f}, held out {record['val_loss']:.4f}", refresh=False)
                 if better:
                     self.best = {"step": self.step, "val_loss": record["val_loss"]}
-                self._on_first(run, lambda r=record: run.log(r))  # type: ignore[union-attr]
+                self._on_first(run, partial(_log, run, record))
                 bar.update()
                 if better or self.step % config.save_every == 0 or self.step == last:
                     self._save(run, better)
@@ -264,7 +265,7 @@ class _Trainer:
             if self.step > saved:
                 self._save(run, False)
             if self.step == config.steps and not stopped:
-                final = self._finish(run, time.perf_counter() - began, self.step - first_step)
+                final = self._finish(run, out, time.perf_counter() - began, self.step - first_step)
         return Result(out, self.step, self.step == config.steps and not stopped, final, stopped or None)
 
     def _on_first(self, run: Run | None, action: Callable[[], None]) -> None:
@@ -361,14 +362,20 @@ class _Trainer:
 
     # ------------------------------------------------------------------ the end
 
-    def _finish(self, run: Run | None, seconds: float, steps: int) -> float | None:
-        """The one evaluation over all held-out windows, pictures, a sample, and the run is finished."""
+    def _finish(self, run: Run | None, out: Path, seconds: float, steps: int) -> float | None:
+        """The one evaluation over all held-out windows, pictures, a sample of the best weights; the run is finished."""
+        from graphattn.load import load_weights
+
         config = self.config
         final = self.evaluate() if config.holdout else None
+        best = None if self.best is None else self.best | {"all_windows": final}
+        if best is not None and best["step"] != self.step:
+            load_weights(self.model, run or Run.open(out), "best")
+            best["all_windows"] = self.evaluate()
         summary = {
             "step": self.step,
             "val_loss": final,
-            "best": self.best,
+            "best": best,
             "seconds": round(seconds, 3),
             "steps_per_second": round(steps / seconds, 2) if steps else None,
             "torch": torch.__version__,
@@ -479,6 +486,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, run: Run)
     if tensors:
         raise RunError(f"{path} does not fit the model: it also holds {sorted(tensors)[0]}")
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _log(run: Run | None, record: dict[str, Any]) -> None:
+    assert run is not None
+    run.log(record)
 
 
 # ---------------------------------------------------------------------- signals and random state

@@ -68,7 +68,7 @@ def test_learning_rate() -> None:
     assert all(a >= b for a, b in zip(rates[100:], rates[101:], strict=False))
     c.schedule = "constant"
     assert {learning_rate(c, s) for s in range(100, 2000)} == {1e-3}
-    assert learning_rate(TrainConfig(steps=5, warmup=9), 7) < 1e-3
+    assert learning_rate(TrainConfig(steps=5, warmup=9), 7) < TrainConfig().lr
 
 
 def test_decay_groups() -> None:
@@ -93,7 +93,9 @@ def test_one_step_is_adamw_on_the_named_batch(tmp_path) -> None:
     x, y = windows.batch(windows.starts(1337, 0, 4))
     model(x, ga.causal(8), y)[1].backward()
     optimizer = torch.optim.AdamW(
-        [{"params": [p], "weight_decay": 0.1 * (p.dim() > 1)} for p in model.parameters()], lr=1e-3, betas=(0.9, 0.99)
+        [{"params": [p], "weight_decay": 0.1 * (p.dim() > 1)} for p in model.parameters()],
+        lr=config.lr,
+        betas=(0.9, 0.99),
     )
     optimizer.step()
     for name, p in model.named_parameters():
@@ -384,12 +386,14 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch) -> Non
 
 
 def test_best_is_never_replaced_by_worse(tmp_path, monkeypatch) -> None:
-    values = iter([3.0, 2.0, 2.5, 2.0])
+    values = iter([3.0, 2.0, 2.5, 1.9, 1.8])
     monkeypatch.setattr(_Trainer, "evaluate", lambda self, most=0: next(values))
     train(tmp_path / "r", text=TEXT, **TINY)
     r = Run.open(tmp_path / "r")
     assert r.best == {"step": 8, "val_loss": 2.0}
     assert r.manifest["roles"]["best"] == "weights-8.safetensors"
+    summary = r.read_json("summary.json")
+    assert summary["val_loss"] == 1.9 and summary["best"] == {"step": 8, "val_loss": 2.0, "all_windows": 1.8}
 
 
 def test_signals_finish_the_step(tmp_path, monkeypatch, whole) -> None:
@@ -525,3 +529,14 @@ def test_graph_cycle_is_what_is_audited(tmp_path) -> None:
     with pytest.raises(LeakError, match="layer 2"):
         train(tmp_path / "r", text=TEXT, graphs=[ga.causal(8), step], **TINY)
     assert cycle([ga.causal(8), step], 3)[2] == ga.causal(8)
+
+
+# ---------------------------------------------------------------------- compiled
+
+
+def test_compiled_training_gives_the_same_losses_and_names(tmp_path) -> None:
+    for compiled in (False, True):
+        train(tmp_path / str(compiled), text=TEXT, compile=compiled, graph=["causal", "window(3)"], **TINY)
+    plain, fast = (Run.open(tmp_path / str(c)) for c in (False, True))
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(plain.metrics(), fast.metrics(), strict=True)) < 1e-3
+    assert plain.tensors("weights").keys() == fast.tensors("weights").keys()
