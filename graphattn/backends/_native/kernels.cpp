@@ -1,4 +1,5 @@
 // Fused exact attention over runs; compiled once for each instruction set, with GA_NS naming it.
+#include "heads.h"
 #include "tiles.h"
 
 namespace GA_NS {
@@ -110,15 +111,20 @@ template <class T> static void hub_task(void *ctx, i64 bh) {
     merge_hub<T>(a, hd, plan_i64(a.plan, P_HUB) + 3 * u, job.pieces + bh * job.room, w.acc);
 }
 
-static i64 most(const i64 *lead_ptr, i64 leads) {
-  i64 n = 0;
-  for (i64 z = 0; z < leads; z++) n = lead_ptr[z + 1] - lead_ptr[z] > n ? lead_ptr[z + 1] - lead_ptr[z] : n;
-  return n;
+template <class T> static void empty_forward_task(void *ctx, i64 bh) {
+  Job<T> &job = *(Job<T> *)ctx;
+  empty_rows(job.a, head_of<T>(job.a, bh), false);
 }
 
 template <class T> static int forward(const Args &a) {
   const i64 bh = a.B * a.H, leads = a.BG * a.HG;
   if (!bh || !a.TQ) return 0;
+  if (narrow(a, false)) {
+    Job<T> job{a};
+    if (a.plan[P_EMPTY]) ga_parallel(a.threads, bh, empty_forward_task<T>, &job);
+    const int r = narrow_run<T>(a, false);
+    if (r >= 0) return r;
+  }
   Buffer first((bh + 1) * 8);
   const i64 pieces = most(plan_i64(a.plan, P_PIECE_LEAD), leads), room = pieces * (a.DV + 2);
   Buffer part(bh * room * sizeof(T));
@@ -314,6 +320,10 @@ template <class T> static int backward(const Args &a) {
   job.bh = bh;
   job.failed = 0;
   if (a.plan[P_EMPTY]) ga_parallel(a.threads, bh, empty_back_task<T>, &job);
+  if (narrow(a, true)) {
+    const int r = narrow_run<T>(a, true);
+    if (r >= 0) return r;
+  }
   const i64 groups = most(plan_i64(a.plan, P_GROUP_LEAD), leads);
   if (groups) {
     i64 chunks = 1;

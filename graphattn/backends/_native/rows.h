@@ -10,6 +10,12 @@ constexpr int AHEAD = 24;   // edges between a prefetch and its use
 INLINE const i64 *plan_i64(const i64 *plan, int field) { return plan + plan[field]; }
 INLINE const int32_t *plan_i32(const i64 *plan, int field) { return (const int32_t *)(plan + plan[field]); }
 
+static i64 most(const i64 *lead_ptr, i64 leads) {
+  i64 n = 0;
+  for (i64 z = 0; z < leads; z++) n = lead_ptr[z + 1] - lead_ptr[z] > n ? lead_ptr[z + 1] - lead_ptr[z] : n;
+  return n;
+}
+
 // the (b, h) an index stands for, and the base of everything that belongs to it
 template <class T> struct Head {
   i64 b, h, lead;

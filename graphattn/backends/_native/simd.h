@@ -107,46 +107,34 @@ template <class T> INLINE typename Simd<T>::I lanes_below(int n) {
 
 template <class T> INLINE TV maxv(TV a, TV b) { return a > b ? a : b; }
 
-// exp to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; 0 below the normal range; NaN stays NaN
-INLINE VF vexp(VF x) {
-  typedef Simd<float>::I I [[maybe_unused]];
-  const VF magic = splat<float>(12582912.f);
-#if defined(__AVX512F__)
-  VF y = (VF)_mm512_max_ps(_mm512_set1_ps(-104.f), (__m512)x);  // the second operand where one is NaN
-#else
-  VF y = x < -87.f ? splat<float>(-87.f) : x;
-#endif
-  VF t = y * 1.44269504088896341f + magic;
-  VF n = t - magic;
-  VF r = y - n * 0.693359375f;
+// exp to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; 0 below the normal range; NaN stays NaN.
+// V is any vector of floats, I the integers beside it.
+template <class V> INLINE V exp_core(V y, V &n, V &t) {
+  const V magic = V{} + 12582912.f;
+  t = y * 1.44269504088896341f + magic;
+  n = t - magic;
+  V r = y - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  VF p = splat<float>(1.9875691500e-4f);
+  V p = V{} + 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.f;
-#if defined(__AVX512F__)
-  return (VF)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-  p = p * (VF)(((I)t << 23) + 0x3f800000);
-  return x < -87.f ? zerof() : p;
-#endif
+  return p * (r * r) + r + 1.f;
 }
-INLINE VD vexp(VD x) {
-  typedef Simd<double>::I I [[maybe_unused]];
-  const VD magic = splat<double>(6755399441055744.0);
-#if defined(__AVX512F__)
-  VD y = (VD)_mm512_max_pd(_mm512_set1_pd(-746.0), (__m512d)x);
-#else
-  VD y = x < -708.0 ? splat<double>(-708.0) : x;
-#endif
-  VD t = y * 1.4426950408889634 + magic;
-  VD n = t - magic;
-  VD r = y - n * 6.93145751953125e-1;
+template <class V, class I> INLINE V exp_poly(V x) {
+  V n, t, p = exp_core<V>(x < -87.f ? V{} - 87.f : x, n, t);
+  p = p * (V)(((I)t << 23) + 0x3f800000);
+  return x < -87.f ? V{} : p;
+}
+template <class V> INLINE V exp_core_double(V y, V &n, V &t) {
+  const V magic = V{} + 6755399441055744.0;
+  t = y * 1.4426950408889634 + magic;
+  n = t - magic;
+  V r = y - n * 6.93145751953125e-1;
   r = r - n * 1.42860682030941723212e-6;
-  VD p = splat<double>(1.6059043836821613e-10);
+  V p = V{} + 1.6059043836821613e-10;
   p = p * r + 2.08767569878681e-09;
   p = p * r + 2.505210838544172e-08;
   p = p * r + 2.755731922398589e-07;
@@ -158,14 +146,26 @@ INLINE VD vexp(VD x) {
   p = p * r + 4.1666666666666664e-02;
   p = p * r + 1.6666666666666666e-01;
   p = p * r + 0.5;
-  p = p * (r * r) + r + 1.0;
-#if defined(__AVX512F__)
-  return (VD)_mm512_scalef_pd((__m512d)p, (__m512d)n);
-#else
-  p = p * (VD)(((I)t << 52) + 0x3ff0000000000000);
-  return x < -708.0 ? VD{} : p;
-#endif
+  return p * (r * r) + r + 1.0;
 }
+template <class V, class I> INLINE V exp_poly_double(V x) {
+  V n, t, p = exp_core_double<V>(x < -708.0 ? V{} - 708.0 : x, n, t);
+  p = p * (V)(((I)t << 52) + 0x3ff0000000000000);
+  return x < -708.0 ? V{} : p;
+}
+#if defined(__AVX512F__)
+INLINE VF vexp(VF x) {
+  VF n, t, p = exp_core<VF>((VF)_mm512_max_ps(_mm512_set1_ps(-104.f), (__m512)x), n, t);  // the second where one is NaN
+  return (VF)_mm512_scalef_ps((__m512)p, (__m512)n);
+}
+INLINE VD vexp(VD x) {
+  VD n, t, p = exp_core_double<VD>((VD)_mm512_max_pd(_mm512_set1_pd(-746.0), (__m512d)x), n, t);
+  return (VD)_mm512_scalef_pd((__m512d)p, (__m512d)n);
+}
+#else
+INLINE VF vexp(VF x) { return exp_poly<VF, Simd<float>::I>(x); }
+INLINE VD vexp(VD x) { return exp_poly_double<VD, Simd<double>::I>(x); }
+#endif
 
 INLINE float sexp(float x) { return __builtin_expf(x); }
 INLINE double sexp(double x) { return __builtin_exp(x); }
