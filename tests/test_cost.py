@@ -45,8 +45,12 @@ def test_a_factor_turns_the_choice() -> None:
     assert slow.seconds is not None and slow.seconds > 1
 
 
-def test_calibration_is_written_read_and_leaves_random_state_alone(own_cache: Path) -> None:
+def test_calibration_is_written_read_and_leaves_random_state_alone(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = torch.get_rng_state()
+    # the clock of a machine that is all ours
+    monkeypatch.setattr(cost.time, "process_time", cost.time.perf_counter)
     found = backends.calibrate(seconds=0.2)
     assert torch.equal(torch.get_rng_state(), before)
     assert found and all(cost.LEAST <= x <= cost.MOST for x in found.values())
@@ -58,12 +62,29 @@ def test_calibration_is_written_read_and_leaves_random_state_alone(own_cache: Pa
     assert [p.suffix for p in path.parent.iterdir() if not p.name.endswith(".lock")] == [".json"]
 
 
+def test_a_busy_machine_is_not_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost.time, "process_time", lambda: 0.0)
+    assert backends.calibrate(seconds=0.0) == {}
+    assert not cost.cache_file().exists()
+    call = call_of(ga.causal(64))
+    assert cost.factor("sdpa", call) == 1.0
+    assert not cost.worth_measuring([(1.0, "a"), (1.1, "b")], call)  # once is enough
+
+
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"version": 1}', '{"version": 0, "factors": {"sdpa full forward": 2}}',
-     '{"version": 1, "factors": {"sdpa full forward": "much"}}', '{"version": 1, "factors": {"sdpa full forward": 1e9}}',
-     '{"version": 1, "factors": {"sdpa full forward": NaN}}', "\x00\xff"],
-)  # fmt: skip
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 1}',
+        '{"version": 0, "factors": {"sdpa full forward": 2}}',
+        '{"version": 1, "factors": {"sdpa full forward": "much"}}',
+        '{"version": 1, "factors": {"sdpa full forward": 1e9}}',
+        '{"version": 1, "factors": {"sdpa full forward": NaN}}',
+        "\x00\xff",
+    ],
+)
 def test_a_broken_file_is_ignored_and_rewritten(content: str) -> None:
     path = cost.cache_file()
     path.parent.mkdir(parents=True)

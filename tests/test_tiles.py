@@ -64,7 +64,9 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tiles, "LEAST_STEP", 1)
 
 
-def check(graph: Graph, *, heads: int = 4, kv_heads: int = 4, batch: int = 1, d: int = 3, dtype=torch.float64, **options):
+def check(
+    graph: Graph, *, heads: int = 4, kv_heads: int = 4, batch: int = 1, d: int = 3, dtype=torch.float64, **options
+) -> None:
     make = torch.Generator().manual_seed(3)
 
     def leaf(*shape: int) -> Tensor:

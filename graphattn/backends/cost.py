@@ -18,7 +18,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import sys
 import tempfile
 import threading
@@ -73,7 +72,7 @@ def key(backend: str, call: Call) -> str:
 
 
 def kind(call: Call) -> str:
-    """"full", "causal", "long" runs of 16 sources or more, or "short" ones."""
+    """ "full", "causal", "long" runs of 16 sources or more, or "short" ones."""
     graph = call.graph
     if graph.is_full():
         return "full"
@@ -104,18 +103,26 @@ def calibrate(
         seconds: to spend, about.
         path: file to write; default `cache_file()`.  A folder that can't be written to is no error: the factors then
             last as long as the process.
+
+    Returns:
+        Nothing, and writes nothing, if other processes kept the machine busy meanwhile.
     """
     with _busy:
+        began, used = time.perf_counter(), time.process_time()
         found = _measure(backends, make, seconds)
-        _tables[torch.get_num_threads()] = found
-    _write(path or cache_file(), found)
+        idle = (time.process_time() - used) < 0.8 * (time.perf_counter() - began)
+        if idle:
+            # other processes had the machine: what was measured is their doing, and a wrong factor would stay
+            found = {}
+        _tables[torch.get_num_threads()] = found or {"": 1.0}
+    if found:
+        _write(path or cache_file(), found)
     return found
 
 
 def _measure(backends: dict[str, Any], make: Callable[..., Call], seconds: float) -> dict[str, float]:
-    ratios: dict[str, list[float]] = {}
+    ratios: dict[str, float] = {}
     probes = [(g, grad) for g in _graphs() for grad in (False, True)]
-    share = seconds / (len(probes) * max(1, len(backends)))
     # inputs of its own, so that torch's random state is left alone
     noise = torch.Generator().manual_seed(0)
     for graph, needs_grad in probes:
@@ -124,15 +131,15 @@ def _measure(backends: dict[str, Any], make: Callable[..., Call], seconds: float
             for x in (q, k, v):
                 x.requires_grad_(needs_grad)
             call = make(q, k, v, graph)
-            for name, module in backends.items():
-                if module.why_not(call) is not None:
-                    continue
-                estimate = module.cost(call)
-                if not math.isfinite(estimate) or estimate > 40 * share:
-                    continue  # far from being chosen, and long
-                took = _time(functools.partial(_once, module, call, go), share)
-                ratios.setdefault(key(name, call), []).append(took / estimate)
-    return {name: round(min(MOST, max(LEAST, statistics.geometric_mean(some))), 4) for name, some in ratios.items()}
+            able = {n: m for n, m in backends.items() if m.why_not(call) is None}
+            estimates = {n: m.cost(call) for n, m in able.items()}
+            # what is far from being chosen needs no factor
+            near = 30 * min(estimates.values())
+            work = {n: functools.partial(_once, m, call, go) for n, m in able.items() if estimates[n] < near}
+            for name, took in _time(work, seconds / len(probes)).items():
+                ratio = took / estimates[name]
+                ratios[key(name, call)] = round(min(MOST, max(LEAST, ratio)), 4)
+    return ratios
 
 
 def _graphs() -> list[Graph]:
@@ -156,13 +163,18 @@ def _once(module: Any, call: Call, go: Tensor) -> None:
         torch.autograd.grad(out, (call.q, call.k, call.v), go)
 
 
-def _time(f: Callable[[], None], seconds: float) -> float:
-    f()
-    best, end, n = math.inf, time.perf_counter() + seconds, 0
-    while n < 3 or (n < 50 and time.perf_counter() < end):
-        began = time.perf_counter()
+def _time(work: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:
+    """The best time of each, in turns, so that all meet the same machine."""
+    best = dict.fromkeys(work, math.inf)
+    for f in work.values():
         f()
-        best, n = min(best, time.perf_counter() - began), n + 1
+    end, turns = time.perf_counter() + seconds, 0
+    while turns < 3 or (turns < 100 and time.perf_counter() < end):
+        for name, f in work.items():
+            began = time.perf_counter()
+            f()
+            best[name] = min(best[name], time.perf_counter() - began)
+        turns += 1
     return best
 
 

@@ -27,13 +27,19 @@ def memory(call: Call) -> int:
 
 
 def cost(call: Call) -> float:
-    """Two products over all pairs, and several passes over the scores."""
-    cells = call.batch * call.heads * call.graph.t * call.graph.s
+    """Two products over all pairs, and passes over the scores, slower once these are out of the caches."""
+    graph, threads = call.graph, torch.get_num_threads()
+    cells = call.batch * call.heads * graph.t * graph.s
     width = call.q.shape[-1] + call.v.shape[-1]
     passes = 3.0 if call.needs_grad else 1.0
     if call.score.name == "gatv2":
-        return 120e-6 + passes * cells * width * 2e-9
-    return 120e-6 * passes + passes * cells * (2 * width / 100e9 + 4e-9)
+        return 45e-6 * passes + passes * cells * width * 4e-9 / threads
+    each = 2 * width / 95e9 + (1.5e-9 if graph.is_full() else 4e-9)
+    if cells * (8 if call.wide == torch.float64 else 4) > 2**25:
+        each += 8e-9
+    if not call.plain:
+        each += 4e-9
+    return 45e-6 * passes + passes * cells * each / threads
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,12 @@ def why_not(call: Call) -> str | None:
 
 
 def cost(call: Call) -> float:
-    """Gathers and scatters one row of width D per edge, several times."""
+    """Gathers and scatters one row of width D per edge, several times, mostly on one core."""
     width = call.q.shape[-1] + call.v.shape[-1]
     passes = 3.5 if call.needs_grad else 1.0
     if call.edge_key is not None or call.score.name == "gatv2":
         passes *= 1.5
-    return 150e-6 * passes + passes * call.edge_work * (12e-9 + width * 3.0e-9)
+    return 75e-6 * passes + passes * call.edge_work * (12e-9 + width * 1.5e-9)
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:

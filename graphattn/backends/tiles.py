@@ -108,17 +108,18 @@ def floor(call: Call) -> float:
     return seconds(Outline(BLOCKS[0], edges, 1, edges), pairs, call.q.shape[-1] + call.v.shape[-1], call.needs_grad)
 
 
-# rate of a batched product in multiply-adds per second, time per cell of a pass of the softmax, per operation called
-RATES = {"product": 85e9, "cell": 0.45e-9, "op": 6e-6}
+# multiply-adds of a batched product and cells of a softmax per second and thread; seconds of a call, and of a chunk
+RATES = {"product": 47.5e9, "cell": 1.6e9, "call": 25e-6, "chunk": 30e-6}
 
 
 def seconds(shape: Outline, pairs: int, width: int, needs_grad: bool) -> float:
     """Estimated for an outline shared by `pairs` batch and head indices; width is D + D_v."""
     cells = pairs * shape.cells
     chunks = max(shape.groups, cells / CELLS)
-    products, ops = (3.5, 28) if needs_grad else (1.0, 9)
-    work = cells * (products * width / RATES["product"] + (3 if needs_grad else 1) * RATES["cell"])
-    return 60e-6 + work + chunks * ops * RATES["op"]
+    # two products forward; backward the scores again and four more
+    products, again = (4.0, 3.0) if needs_grad else (1.0, 1.0)
+    work = cells * (products * width / RATES["product"] + again / RATES["cell"]) / torch.get_num_threads()
+    return again * RATES["call"] + work + chunks * products * RATES["chunk"]
 
 
 class Outline(NamedTuple):
