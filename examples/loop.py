@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,13 @@ from torch import Tensor, nn
 from graphattn.config import TrainConfig
 from graphattn.data import Vocabulary, Windows, read_text
 from graphattn.train import learning_rate, make_optimizer
+
+HELP = {
+    "steps": "how long to train or sample",
+    "lr": "learning rate",
+    "text": "a UTF-8 file or a folder of .txt files; without it Python's help topics",
+    "out": "folder for the figure",
+}
 
 
 def fit(
@@ -77,7 +86,10 @@ def figure(out: str, name: str, picture: Any) -> Path:
 
 def run(main: Callable[..., dict[str, Any]]) -> None:
     """Call an example's main with the command line's options, each of which is one of its arguments."""
-    from jsonargparse import auto_cli
-
+    module = sys.modules[main.__module__]
+    parser = argparse.ArgumentParser(description=module.__doc__)
+    for p in inspect.signature(main).parameters.values():
+        kind = str if p.default is None else type(p.default)
+        parser.add_argument(f"--{p.name}", type=kind, default=p.default, help=HELP.get(p.name, "") + f" ({p.default})")
     torch.manual_seed(1337)
-    auto_cli(main, as_positional=False)
+    main(**vars(parser.parse_args()))
