@@ -244,6 +244,8 @@ def test_g04_ids_follow_each_edge() -> None:
     assert ids.tolist() == [0, 1, 0] and doubled.num_edges == 2
     with pytest.raises(ValueError, match="0 -> 0 is no edge"):
         ga.edge_ids(graph, [[1, 0], [0, 0]])
+    with pytest.raises(ValueError, match="1 -> 1 is no edge"):  # just behind the run 0 of target 1
+        ga.edge_ids(graph, [[0, 1], [1, 1]])
     with pytest.raises(ValueError, match="0 -> 0 is no edge"):
         ga.edge_ids(ga.empty(2), [[0], [0]])
     assert ga.edge_ids(ga.empty(2), torch.zeros(2, 0, dtype=torch.int64)).numel() == 0
