@@ -96,8 +96,8 @@ class SparseFeatures:
         values = self.values.to(*args)
         if values.device == self.pattern.col.device:
             return SparseFeatures(self.pattern, values)
-        *index, shape = self.pattern
-        return SparseFeatures(_Pattern(*(i.to(values.device) for i in index), shape), values)
+        moved = {name: getattr(self.pattern, name).to(values.device) for name in _Pattern._fields[:-1]}
+        return SparseFeatures(_Pattern(**moved, shape=self.shape), values)
 
     def to_dense(self) -> Tensor:
         return _csr(self.pattern.crow, self.pattern.col, self.values, self.shape).to_dense()

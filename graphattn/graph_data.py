@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from .patterns import disjoint
 DATASETS = ("mutag", "proteins", "nci1", "esol")
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Batch:
     """Several graphs as one: x (N, C), a disjoint graph, index (N,) = the graph each node is in, targets y (G,)."""
 
     x: Tensor

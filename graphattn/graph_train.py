@@ -85,7 +85,7 @@ def fit_graphs(
     if data.classes is None:
         mean, std = data.y[train].mean(), data.y[train].std()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
-    steps = recipe.epochs * max(1, math.ceil(train.numel() / recipe.batch))
+    steps: int = recipe.epochs * max(1, math.ceil(train.numel() / recipe.batch))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: _rate(k, steps))
     shadow = copy.deepcopy(model) if recipe.average else model
     # batches of validation and test never change: their disjoint graphs are made once
@@ -106,9 +106,9 @@ def fit_graphs(
             k += 1
             if recipe.average:
                 _follow(shadow, model, min(recipe.average, k / (k + 10)))
-        figure, loss = _evaluate(shadow, val_batches, mean, std, backend)
-        if (figure, -loss) > best:
-            best, kept, kept_epoch = (figure, -loss), copy.deepcopy(shadow.state_dict()), epoch
+        figure, cost = _evaluate(shadow, val_batches, mean, std, backend)
+        if (figure, -cost) > best:
+            best, kept, kept_epoch = (figure, -cost), copy.deepcopy(shadow.state_dict()), epoch
     assert kept is not None
     shadow.load_state_dict(kept)
     sign = 1 if data.classes is not None else -1
@@ -212,5 +212,5 @@ def _follow(shadow: GraphPredictor, model: GraphPredictor, decay: float) -> None
     with torch.no_grad():
         for mine, its in zip(shadow.parameters(), model.parameters(), strict=True):
             mine.lerp_(its, 1 - decay)
-        for mine, its in zip(shadow.buffers(), model.buffers(), strict=True):
-            mine.copy_(its)
+        for kept, now in zip(shadow.buffers(), model.buffers(), strict=True):
+            kept.copy_(now)

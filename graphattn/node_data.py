@@ -120,7 +120,8 @@ def from_npz(path: str | Path, name: str | None = None) -> NodeData:
     else:
         masks = _drawn(y)
     graph = cast(Graph, from_edge_index(torch.from_numpy(data["edge_index"]), n))
-    return NodeData(name, x, y, graph, *masks)
+    train, val, test = masks
+    return NodeData(name, x, y, graph, train, val, test)
 
 
 def from_pyg_data(data: Any, name: str = "data") -> NodeData:
@@ -139,7 +140,8 @@ def from_pyg_data(data: Any, name: str = "data") -> NodeData:
     source, target = data.edge_index
     keep = source != target
     graph = cast(Graph, from_edge_index(data.edge_index[:, keep], n))
-    return NodeData(name, x, data.y.long(), graph, *masks)
+    train, val, test = masks
+    return NodeData(name, x, data.y.long(), graph, train, val, test)
 
 
 def karate() -> NodeData:
@@ -154,7 +156,7 @@ def karate() -> NodeData:
     train = torch.zeros(1, 34, dtype=torch.bool)
     train[0, [0, 33]] = True
     x = SparseFeatures.from_dense(torch.eye(34))
-    return NodeData("karate", x, y, from_networkx(club), train, torch.zeros_like(train), ~train)
+    return NodeData("karate", x, y, cast(Graph, from_networkx(club)), train, torch.zeros_like(train), ~train)
 
 
 def _heterophilous(data: dict[str, np.ndarray], name: str) -> NodeData:
@@ -163,8 +165,8 @@ def _heterophilous(data: dict[str, np.ndarray], name: str) -> NodeData:
     edges = torch.from_numpy(data["edges"]).T
     edges = torch.cat([edges, edges.flip(0)], 1)
     graph = cast(Graph, from_edge_index(edges[:, edges[0] != edges[1]], x.shape[0]))
-    masks = [torch.from_numpy(data[f"{part}_masks"]) for part in ("train", "val", "test")]
-    return NodeData(name, x, y, graph, *masks, metric="auc" if int(y.max()) == 1 else "accuracy")
+    train, val, test = (torch.from_numpy(data[f"{part}_masks"]) for part in ("train", "val", "test"))
+    return NodeData(name, x, y, graph, train, val, test, "auc" if int(y.max()) == 1 else "accuracy")
 
 
 def _drawn(y: Tensor, splits: int = 10, train: int = 20, val: int = 30) -> list[Tensor]:
@@ -251,6 +253,7 @@ def read_planetoid(raw: Path, name: str) -> NodeData:
     masks[0, 0, :train] = True
     masks[1, 0, train : train + 500] = True
     masks[2, 0, torch.from_numpy(test)] = True
-    features = SparseFeatures.from_csr(*(torch.from_numpy(v) for v in (x.indptr, x.indices, x.data)), (n, x.shape[1]))
+    indptr, indices, values = (torch.from_numpy(v) for v in (x.indptr, x.indices, x.data))
+    features = SparseFeatures.from_csr(indptr, indices, values, (n, x.shape[1]))
     graph = cast(Graph, from_edge_index(torch.from_numpy(pairs), n))
-    return NodeData(name, features, torch.from_numpy(y).long(), graph, *masks)
+    return NodeData(name, features, torch.from_numpy(y).long(), graph, masks[0], masks[1], masks[2])

@@ -6,7 +6,7 @@ Shapes: N nodes, C features, E edges in edge order; features may be `(N, C)`, `(
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,10 @@ class GATLayer(nn.Module):
         """`(..., N, dim)` to `(..., N, width)`; edge_features `(E, edge_dim)` in edge order."""
         if self.edges is not None:
             options |= self.edges(edge_features)
-        keys, values = self.head.keys_values(x)
-        queries = self.head.queries(x, None, values)
+        # the head's projections take sparse features too
+        given = cast(Tensor, x)
+        keys, values = self.head.keys_values(given)
+        queries = self.head.queries(given, None, values)
         out = self.head.attend(queries, keys, drop(values, self.value_dropout, self.training), graph, **options)
         if not self.concat:
             out = out.unflatten(-1, (self.head.heads, self.head.head_dim)).mean(-2)
@@ -201,9 +203,8 @@ class NodeClassifier(nn.Module):
             edge_features: `(E, edge_dim)` in edge order (see `graphattn.edge_ids`), if built with edge_dim.
             options: of `attend`: bias, softcap, seed, backend.
         """
-        for _, out in self._rounds(x, graph, edge_features, options):
-            x = out
-        return self.leave(x) if self.block == "transformer" else x
+        *_, (_, out) = self._rounds(x, graph, edge_features, options)
+        return self.leave(out) if self.block == "transformer" else out
 
     def weights(self, x: Features, graph: Graph, edge_features: Tensor | None = None) -> list[Tensor]:
         """Per layer the attention weight of every edge, `(..., heads, E)` in edge order, nothing dropped.
@@ -214,7 +215,8 @@ class NodeClassifier(nn.Module):
         self.eval()
         try:
             found = []
-            for layer, (given, _) in zip(self.layers, self._rounds(x, graph, edge_features, {}), strict=True):
+            layers: Any = self.layers
+            for layer, (given, _) in zip(layers, self._rounds(x, graph, edge_features, {}), strict=True):
                 edges = {} if layer.edges is None else layer.edges(edge_features)
                 edges.pop("edge_value", None)
                 found.append(layer.head.weights(given, graph, **edges))
@@ -224,12 +226,13 @@ class NodeClassifier(nn.Module):
 
     def _rounds(self, x: Any, graph: Graph, edge_features: Tensor | None, options: dict[str, Any]) -> Any:
         """For each layer, what its head reads and what the layer gives."""
+        layers: Any = self.layers
         if x.shape[-1] != self.features:
             raise ValueError(f"x has {x.shape[-1]} features, this model was built for {self.features}")
         seed = options.get("seed")
         if self.block == "transformer":
             x = drop(F.gelu(self.enter(x)), self.dropout, self.training)
-        for n, layer in enumerate(self.layers):
+        for n, layer in enumerate(layers):
             # each layer drops edges of its own
             mine = options if seed is None else options | {"seed": (seed + n * 0x9E3779B97F4A7C15) % 2**63}
             if self.block == "gat":

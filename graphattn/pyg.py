@@ -159,7 +159,7 @@ class GraphAttentionConv(MessagePassing):
             raise ValueError(f"the {self.score} score needs the targets' features, but x is (sources, None)")
         return values.new_zeros(*values.shape[:-2], t, 1)
 
-    def _edge_options(self, both: _Both, edge_attr: Tensor | None) -> dict[str, Tensor]:
+    def _edge_options(self, both: _Both, edge_attr: Tensor | None) -> dict[str, Any]:
         if edge_attr is None:
             if self.edges is not None and self.score == "dot":
                 raise ValueError(f"built with edge_dim={self.edge_dim}, this layer needs edge_attr")
@@ -276,6 +276,8 @@ def from_pyg_conv(conv: nn.Module, backend: str = "auto") -> GraphAttentionConv:
     if kind not in (GATConv, GATv2Conv, TransformerConv):
         raise TypeError(f"from_pyg_conv takes GATConv, GATv2Conv and TransformerConv, got {kind.__name__}")
     old: Any = conv
+    pairs: list[tuple[Any, Any]]
+    vectors: list[tuple[Any, Any]] = []
     aggr = getattr(old.aggr_module, "__class__", type(None)).__name__
     if aggr != "SumAggregation":
         raise ValueError(f"{kind.__name__} has aggr {old.aggr!r}: attention is a weighted sum, so it must be 'add'")
@@ -310,12 +312,6 @@ def from_pyg_conv(conv: nn.Module, backend: str = "auto") -> GraphAttentionConv:
             vectors = [(new.head.vector, old.att)]
         pairs.append((new.skip, old.res))
         vectors.append((new.bias, old.bias))
-        first = next(old.parameters())
-        new.to(device=first.device, dtype=first.dtype)
-        with torch.no_grad():
-            for mine, its in vectors:
-                if mine is not None:
-                    mine.copy_(its.view_as(mine))
     if new.edges is not None:
         pairs.append((new.edges.project, old.lin_edge))
     first = next(old.parameters())
@@ -323,4 +319,8 @@ def from_pyg_conv(conv: nn.Module, backend: str = "auto") -> GraphAttentionConv:
     for mine, its in pairs:
         if mine is not None and its is not None:
             mine.load_state_dict(its.state_dict())
+    with torch.no_grad():
+        for mine, its in vectors:
+            if mine is not None:
+                mine.copy_(its.view_as(mine))
     return new.train(old.training)
