@@ -94,6 +94,7 @@ def test_every_instruction_set_is_exact(name: str, dtype: torch.dtype, isa: str)
         near(gradients(leaves, g, "native"), want, DTYPES[dtype], f"{name} {isa} {(b, h, hk, d, dv)}")
 
 
+SLOPES, TABLE = torch.tensor([0.002, 0.0001]), torch.linspace(-1, 1, 14).view(2, 7)
 OPTIONS = {
     "softcap": {"softcap": 0.7},
     "dropout": {"dropout": 0.4, "seed": -(2**40) + 3},
@@ -114,6 +115,35 @@ def test_options(name: str, option: str, isa: str) -> None:
         doubled = dict(options)
         want = gradients([x.detach().double().requires_grad_() for x in leaves], g, "edges", **doubled)
         near(gradients(leaves, g, "native", **options), want, DTYPES[dtype], f"{name} {option} {isa}")
+
+
+@pytest.mark.parametrize("name", ["window", "half", "mixed", "sparse"])
+def test_gradients_of_biases(name: str, isa: str) -> None:
+    g = GRAPHS[name]
+    for shape in ((2, 2, g.num_edges), (g.num_edges,)):
+        leaves = inputs(g, 2, 2, 1, 7, 5, torch.float64)
+        bias, slopes, table = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, 2, (2, 7)))
+        for extra, options in ((bias, {"bias": bias}), (slopes, {"bias": ga.alibi(slopes, 3)}), (table, {"bias": ga.relative(table, -2)})):
+            options |= {"softcap": 1.5, "dropout": 0.3, "seed": 5}
+            want = gradients([*leaves, extra], g, "edges", **options)
+            near(gradients([*leaves, extra], g, "native", **options), want, 1e-11, f"{name} {isa}")
+
+
+@pytest.mark.parametrize("score", ["dot", "additive", "gatv2"])
+@pytest.mark.parametrize("heads", [4, 8, 11])
+def test_narrow_heads(heads: int, score: str, isa: str) -> None:
+    g = GRAPHS["sparse"]
+    for d, dv in ((8, 8), (3, 16), (1, 8)):
+        d = 1 if score == "additive" else d
+        leaves = inputs(g, 2, heads, heads, d, dv, torch.float64)
+        options: dict = {"dropout": 0.5, "seed": 3} if dv == 16 else {}
+        if score == "additive":
+            options["score"] = ga.Additive(0.2)
+        elif score == "gatv2":
+            leaves.append(torch.randn(heads, d, dtype=torch.float64, requires_grad=True))
+            options["score"] = ga.GATv2(leaves[-1], 0.2)
+        want = gradients(leaves, g, "edges", **options)
+        near(gradients(leaves, g, "native", **options), want, 1e-12, f"{heads} heads {score} {isa}")
 
 
 @pytest.mark.parametrize("name", ["hub source", "half", "window"])

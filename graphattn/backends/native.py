@@ -353,20 +353,19 @@ _NONE9 = (0,) * 9
 
 
 def _head(
-    spec: _Spec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: tuple[Tensor | None, ...], splan: int
+    spec: _Spec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: tuple[Tensor | None, ...], tiles: bool, splan: int
 ) -> list[int]:
     """The fields of Args up to the backward's, all ints."""
     graph = spec.graph
     bg, hg = graph.lead or (1, 1)
     b, h, t, d = q.shape
     indptr, start, stop, edge_ptr = _runs(graph)
-    plain = _is_plain(spec, extras)
     fields = [
         q.dtype == torch.float64,
         torch.get_num_threads(),
         *(b, h, k.shape[1], t, k.shape[2], d, v.shape[3], bg, hg, graph.num_edges),
         *(indptr.data_ptr(), start.data_ptr(), stop.data_ptr(), graph.run_edge().data_ptr(), edge_ptr.data_ptr()),
-        *(_plan(graph, plain).data_ptr(), splan),
+        *(_plan(graph, tiles).data_ptr(), splan),
         *_place(q),
         *_place(k),
         *_place(v),
@@ -374,7 +373,7 @@ def _head(
         lse.data_ptr(),
         spec.score,
     ]
-    if plain:
+    if _is_plain(spec, extras):
         return fields + [0] * 18
     bias, edge_key, edge_value, vector, table = extras
     fields.append(0 if vector is None else vector.data_ptr())
@@ -394,6 +393,11 @@ def _head(
 
 def _is_plain(spec: _Spec, extras: tuple[Tensor | None, ...]) -> bool:
     return spec.score == 0 and not (spec.softcap or spec.dropout) and all(x is None for x in extras)
+
+
+def _tiled(spec: _Spec, extras: tuple[Tensor | None, ...]) -> bool:
+    """Tiles know dot products and numbers per edge, not vectors per edge."""
+    return spec.score == 0 and extras[1] is None and extras[2] is None
 
 
 def _tail(spec: _Spec) -> tuple[float, float, float, float]:
@@ -423,7 +427,7 @@ def _forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | Non
     out = _like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=q.dtype)
     if lse.numel():
-        _call(0, _head(spec, q, k, v, out, lse, extras, 0) + [0] * 31, _tail(spec))
+        _call(0, _head(spec, q, k, v, out, lse, extras, _tiled(spec, extras), 0) + [0] * 31, _tail(spec))
     return out, lse
 
 
@@ -460,12 +464,12 @@ def _backward(
     width = 1 if spec.position == 1 else table.shape[1] if table is not None else 0
     d_table = torch.zeros(_SLOTS, b * h, width, dtype=q.dtype) if grads[4] is not None else None
     delta = torch.empty_like(lse)
-    plain = _is_plain(spec, ready)
+    tiles = _tiled(spec, ready) and not shared  # tiles write a bias gradient from one (b, h) only
     need_kv = needs[1] or needs[2]
-    splan = _source_plan(graph, plain) if need_kv else None
+    splan = _source_plan(graph, tiles) if need_kv else None
     if g_lse is not None:
         g_lse = g_lse.contiguous()
-    fields = _head(spec, q, k, v, out, lse, ready, 0 if splan is None else splan.data_ptr())
+    fields = _head(spec, q, k, v, out, lse, ready, tiles, 0 if splan is None else splan.data_ptr())
     fields += (
         *_place(g_out),
         0 if g_lse is None else g_lse.data_ptr(),

@@ -258,7 +258,8 @@ template <class T> static void tile_back_task(void *ctx, i64 task) {
     i64 g0, g1;
     cut(a.plan, hd.lead, c, job.chunks, &g0, &g1);
     Sink<T> dk{hd.dk, a.dkt, mine, a.D, zone[0], zone[1]}, dv{hd.dv, a.dvt, mine + n * a.D, a.DV, zone[0], zone[1]};
-    for (i64 g = g0; g < g1; g++) backward_group<T>(a, hd, tw, w, g, dk, dv);
+    T *dpos = a.dpos ? (T *)a.dpos + (c * a.B * a.H + hd.b * a.H + hd.h) * (a.pos == 2 ? 2 * a.posr + 1 : 1) : nullptr;
+    for (i64 g = g0; g < g1; g++) backward_group<T>(a, hd, tw, w, g, dk, dv, dpos);
   }
 }
 template <class T> static void tile_merge_task(void *ctx, i64 task) {
@@ -327,7 +328,7 @@ template <class T> static int backward(const Args &a) {
   const i64 groups = most(plan_i64(a.plan, P_GROUP_LEAD), leads);
   if (groups) {
     i64 chunks = 1;
-    while (pairs * chunks < 4 * a.threads && pairs * chunks % a.threads && chunks < groups) chunks++;
+    while (pairs * chunks < 4 * a.threads && pairs * chunks % a.threads && chunks < groups && chunks < a.slots) chunks++;
     Buffer zones(3 * 8 * pairs * chunks);
     if (!zones.p) return 1;
     i64 total = zones_of<T>(a, chunks, (i64 *)zones.p);

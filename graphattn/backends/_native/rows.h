@@ -210,10 +210,10 @@ static void scores(const Args &a, const Head<T> &hd, const T *x, i64 i, const in
   }
   if (a.softcap > 0) {
     const T cap = (T)a.softcap, inv = (T)(1 / a.softcap);
-    for (i64 e = 0; e < n; e++) {
-      T t = stanh(s[e] * inv);
-      if (th) th[e] = t;
-      s[e] = cap * t;
+    for (i64 e = 0; e < n; e += W) {  // the buffers have room beyond n
+      const TV t = vtanh(load(s + e) * inv);
+      if (th) store(th + e, t);
+      store(s + e, cap * t);
     }
   }
   if (hd.bias) {

@@ -171,8 +171,25 @@ INLINE float sexp(float x) { return __builtin_expf(x); }
 INLINE double sexp(double x) { return __builtin_exp(x); }
 INLINE float slog(float x) { return __builtin_logf(x); }
 INLINE double slog(double x) { return __builtin_log(x); }
-INLINE float stanh(float x) { return __builtin_tanhf(x); }
-INLINE double stanh(double x) { return __builtin_tanh(x); }
+// tanh after Cephes (Moshier): a polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel
+INLINE VF vtanh(VF x) {
+  VF z = x * x, p = splat<float>(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  VF near = p * z * x + x, size = x < zerof() ? -x : x;
+  VF far = 1.f - 2.f / (vexp(size > 40.f ? splat<float>(80.f) : 2.f * size) + 1.f);
+  return size < 0.625f ? near : x < zerof() ? -far : x == x ? far : x;
+}
+INLINE VD vtanh(VD x) {
+  VD z = x * x;
+  VD p = (z * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * z - 1.61468768441708447952e3;
+  VD q = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3;
+  VD near = p / q * z * x + x, size = x < VD{} ? -x : x;
+  VD far = 1.0 - 2.0 / (vexp(size > 40.0 ? splat<double>(80.0) : 2.0 * size) + 1.0);
+  return size < 0.625 ? near : x < VD{} ? -far : x == x ? far : x;
+}
 
 #define SHUF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 

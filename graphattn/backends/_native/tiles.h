@@ -111,7 +111,11 @@ INLINE void sink_rows(const T *A, i64 sn, const T *B, i64 sb, i64 K, const Sink<
 
 template <class T> struct TileScratch {
   static constexpr i64 CB = 256;
-  T *qt, *qr, *gt, *gr, *ot, *s, *ds, *kc, *vc;
+  T *qt, *qr, *gt, *gr, *ot, *s, *ds, *kc, *vc, *th, *drop;
+  // what an edge carries: the next edge of each lane, its target, its state of the dropout hash
+  i64 e[G], e_back[G];
+  int32_t target[G];
+  uint32_t state[G], there;
   T m[G] __attribute__((aligned(64))), l[G] __attribute__((aligned(64))), f[G] __attribute__((aligned(64)));
   uint32_t mask[CB];
   int32_t idx[CB];
@@ -129,11 +133,14 @@ template <class T> struct TileScratch {
     qr = ds + (back ? CB * G : 0);
     gt = qr + (back ? G * dp : 0);
     gr = gt + (back ? G * dvp : 0);
+    th = gr + (back ? G * dvp : 0);
+    drop = th + (a.softcap > 0 ? CB * G : 0);
   }
   static size_t bytes(const Args &a, bool back) {
     i64 dp = pad16(a.D), dvp = pad16(a.DV), big = dp > dvp ? dp : dvp;
     i64 n = dp * G + big * G + CB * G + CB * (dp + dvp);
     if (back) n += CB * G + G * dp + 2 * G * dvp;
+    n += (a.softcap > 0 ? CB * G : 0) + (a.drop ? CB * G : 0);
     return n * sizeof(T) + 256;
   }
 };
@@ -211,6 +218,103 @@ template <class T> static void gather_rows(const T *x, i64 step, const int32_t *
   for (i64 z = 0; z < n; z++) __builtin_memcpy(y + z * padded, x + idx[z] * step, width * sizeof(T));
 }
 
+INLINE bool carries(const Args &a) { return a.softcap > 0 || a.bias || a.pos || a.drop; }
+
+template <class T> static void begin_extras(const Args &a, const Head<T> &hd, const int32_t *rows, TileScratch<T> &w) {
+  w.there = 0;
+  const uint32_t state = hash_head(a.seed, hd.b, hd.h);
+  for (int z = 0; z < G; z++) {
+    const i64 i = rows[z] < 0 ? 0 : rows[z];
+    if (rows[z] >= 0) w.there |= 1u << z;
+    w.target[z] = (int32_t)i;
+    w.e[z] = w.e_back[z] = a.edge_ptr[hd.lead * a.TQ + i];
+    w.state[z] = mix(state, (uint32_t)i);
+  }
+}
+// from the scaled products to the scores, and which edges dropout keeps
+template <class T> static void extras(const Args &a, const Head<T> &hd, TileScratch<T> &w, i64 n) {
+  constexpr int W = Simd<T>::W;
+  if (a.softcap > 0) {
+    const T cap = (T)a.softcap, inv = (T)(1 / a.softcap);
+    for (i64 c = 0; c < n * G; c += W) {
+      const TV t = vtanh(load(w.s + c) * inv);
+      store(w.th + c, t);
+      store(w.s + c, cap * t);
+    }
+  }
+  if (hd.bias)
+    for (i64 c = 0; c < n; c++)
+      for (uint32_t left = w.mask[c] & w.there; left; left &= left - 1) {
+        const int z = __builtin_ctz(left);
+        w.s[c * G + z] += hd.bias[w.e[z]++ * a.bias_e];
+      }
+  if (a.pos == 1) {
+    const T slope = hd.post[0];
+    for (i64 c = 0; c < n; c++) {
+      const int32_t j = w.idx[c] - (int32_t)a.poso;
+      for (int z = 0; z < G; z++) {
+        const int32_t away = w.target[z] - j;
+        w.s[c * G + z] -= slope * (T)(away < 0 ? -away : away);
+      }
+    }
+  } else if (a.pos == 2) {
+    const int32_t r = (int32_t)a.posr;
+    for (i64 c = 0; c < n; c++) {
+      const int32_t j = w.idx[c] - (int32_t)a.poso;
+      for (int z = 0; z < G; z++) {
+        int32_t away = j - w.target[z];
+        away = away < -r ? -r : away > r ? r : away;
+        w.s[c * G + z] += hd.post[away + r];
+      }
+    }
+  }
+  if (a.drop) {
+    const uint32_t limit = (uint32_t)a.threshold;
+    const T keep = (T)a.keep;
+    for (i64 c = 0; c < n; c++) {
+      const uint32_t j = (uint32_t)w.idx[c];
+      for (int z = 0; z < G; z++) w.drop[c * G + z] = hash_edge(w.state[z], j) < limit ? (T)0 : keep;
+    }
+  }
+}
+// gradients of what the edges carry, from that of the biased score in w.ds; then through the softcap
+template <class T> static void extras_back(const Args &a, const Head<T> &hd, TileScratch<T> &w, i64 n, T *dpos) {
+  constexpr int W = Simd<T>::W;
+  if (hd.dbias)
+    for (i64 c = 0; c < n; c++)
+      for (uint32_t left = w.mask[c] & w.there; left; left &= left - 1) {
+        const int z = __builtin_ctz(left);
+        hd.dbias[w.e_back[z]++] += w.ds[c * G + z];
+      }
+  if (dpos) {
+    const int32_t r = (int32_t)a.posr;
+    for (i64 c = 0; c < n; c++) {
+      const int32_t j = w.idx[c] - (int32_t)a.poso;
+      if (a.pos == 1) {
+        T sum = 0;
+        for (int z = 0; z < G; z++) {
+          const int32_t away = w.target[z] - j;
+          sum += w.ds[c * G + z] * (T)(away < 0 ? -away : away);
+        }
+        dpos[0] -= sum;
+      } else {
+        for (int z = 0; z < G; z++) {
+          int32_t away = j - w.target[z];
+          away = away < -r ? -r : away > r ? r : away;
+          dpos[away + r] += w.ds[c * G + z];
+        }
+      }
+    }
+  }
+  if (a.softcap > 0)
+    for (i64 c = 0; c < n * G; c += W) {
+      const TV t = load(w.th + c);
+      // where masked out ds is 0, but tanh of what is there may not be finite
+      const TV d = load(w.ds + c);
+      store(w.ds + c, d == TV{} ? d : d * (1 - t * t));
+    }
+}
+
 template <class T>
 static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, Scratch<T> &rw, i64 group) {
   constexpr int W = Simd<T>::W;
@@ -220,6 +324,8 @@ static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, S
   for (int z = 0; z < G; z++) w.m[z] = -__builtin_inf(), w.l[z] = 0;
   Columns cols(a.plan, group);
   bool begun = false;
+  const bool more = carries(a);
+  if (more) begin_extras(a, hd, rows, w);
   for (;;) {
     i64 first, n = cols.take(TileScratch<T>::CB, w.idx, w.mask, &first);
     if (!n) break;
@@ -233,6 +339,7 @@ static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, S
       kp = w.kc, ks = w.dp, vp = w.vc, vs = w.dvp;
     }
     product<T, SET>(n, G, kp, ks, 1, w.qt, G, a.D, w.s, G);
+    if (more) extras(a, hd, w, n);
     uint32_t all = 0xffffffffu;
     for (i64 c = 0; c < n; c++) all &= w.mask[c];
     const TV none = splat<T>(-__builtin_inf());
@@ -260,6 +367,8 @@ static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, S
       if (begun)
         for (i64 c = 0; c < a.DV; c++) store(w.ot + c * G + z, load(w.ot + c * G + z) * fade);
     }
+    if (a.drop)
+      for (i64 c = 0; c < n * G; c += W) store(w.s + c, load(w.s + c) * load(w.drop + c));
     begun = true;
     product<T, ADD>(a.DV, G, vp, 1, vs, w.s, G, n, w.ot, G);
   }
@@ -283,12 +392,12 @@ static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, S
 // The backward of a group, lane by lane and edge by edge: for values that are not finite.
 template <class T>
 static void backward_group_rows(const Args &a, const Head<T> &hd, Scratch<T> &w, const int32_t *rows, const Sink<T> *dk,
-                                const Sink<T> *dv) {
+                                const Sink<T> *dv, T *dpos) {
   for (int z = 0; z < G; z++) {
     if (rows[z] < 0) continue;
     const i64 i = rows[z], row = hd.lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
     const T delta = delta_of(a, hd, i);
-    backward_part<T>(a, hd, w, row, i, 0, n, nullptr, delta, nullptr, nullptr, nullptr);
+    backward_part<T>(a, hd, w, row, i, 0, n, nullptr, delta, nullptr, nullptr, dpos);
     finish_dq<T>(a, hd, i, w.acc);
     if (!dk) continue;
     Walk walk(a, row, 0);
@@ -307,7 +416,7 @@ static void backward_group_rows(const Args &a, const Head<T> &hd, Scratch<T> &w,
 
 template <class T>
 static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, Scratch<T> &rw, i64 group,
-                           const Sink<T> &dk, const Sink<T> &dv) {
+                           const Sink<T> &dk, const Sink<T> &dv, T *dpos) {
   constexpr int W = Simd<T>::W;
   constexpr i64 CB = TileScratch<T>::CB / 2;
   const int32_t *rows = plan_i32(a.plan, P_GROUP_ROW) + group * G;
@@ -325,10 +434,12 @@ static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, 
   for (int z = 0; z < G; z++)
     if (rows[z] >= 0) odd += (w.l[z] + w.m[z]) * (T)0;
   if (hsum<T>(odd) != 0) {
-    backward_group_rows<T>(a, hd, rw, rows, &dk, &dv);
+    backward_group_rows<T>(a, hd, rw, rows, &dk, &dv, dpos);
     return;
   }
   for (i64 c = 0; c < a.D * G; c++) w.ot[c] = 0;
+  const bool more = carries(a);
+  if (more) begin_extras(a, hd, rows, w);
   Columns cols(a.plan, group);
   for (;;) {
     i64 first, n = cols.take(CB, w.idx, w.mask, &first);
@@ -343,13 +454,21 @@ static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, 
       kp = w.kc, ks = w.dp, vp = w.vc, vs = w.dvp;
     }
     product<T, SET>(n, G, kp, ks, 1, w.qt, G, a.D, w.s, G);
+    if (more) extras(a, hd, w, n);
     product<T, SET>(n, G, vp, vs, 1, w.gt, G, a.DV, w.ds, G);
     for (int z = 0; z < G; z += W) {
       const typename Simd<T>::I bits = lane_bits<T>(z);
       const TV lse = load(w.l + z), delta = load(w.m + z);
       for (i64 c = 0; c < n; c++) {
         TV p = vexp(load(w.s + c * G + z) - lse);
-        TV d = p * (load(w.ds + c * G + z) - delta);
+        TV d = load(w.ds + c * G + z), kept = p;
+        if (a.drop) {
+          const TV m = load(w.drop + c * G + z);
+          d *= m;
+          kept *= m;
+        }
+        d = p * (d - delta);
+        p = kept;
         if (w.mask[c] != 0xffffffffu) {
           p = pick<T>(w.mask[c], bits, p, TV{});
           d = pick<T>(w.mask[c], bits, d, TV{});
@@ -358,6 +477,7 @@ static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, 
         store(w.ds + c * G + z, d);
       }
     }
+    if (more) extras_back(a, hd, w, n, dpos);
     product<T, ADD>(a.D, G, kp, 1, ks, w.ds, G, n, w.ot, G);
     i64 c = 0;
     for (; c + NB <= n; c += NB) {
@@ -371,7 +491,9 @@ static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, 
   }
   for (i64 c = 0; c < a.D * G; c += W) odd += load(w.ot + c) * (T)0;
   if (hsum<T>(odd) != 0) {
-    backward_group_rows<T>(a, hd, rw, rows, nullptr, nullptr);
+    Head<T> again = hd;  // only dq: the rest is already added
+    again.dbias = nullptr;
+    backward_group_rows<T>(a, again, rw, rows, nullptr, nullptr, nullptr);
     return;
   }
   for (int z = 0; z < G; z++) {
