@@ -1,6 +1,6 @@
 """Builds the native engine with whatever C++17 compiler is there; without one the package installs all the same.
 
-`pip install .` compiles; `python setup.py build_native` compiles next to the sources, for a checkout that is not installed.
+`pip install .` compiles; `python setup.py build_native` compiles next to the sources, for a checkout not installed.
 The library has a C ABI and is loaded with ctypes: nothing of torch or Python is compiled in.
 """
 
@@ -20,10 +20,10 @@ from setuptools.command.build_py import build_py
 
 SOURCES = Path(__file__).resolve().parent / "graphattn" / "backends" / "_native"
 LIBRARY = "libgraphattn.so"
-FLAGS = (
-    "-std=c++17 -O3 -fPIC -fno-math-errno -fno-trapping-math -ffp-contract=fast -fvisibility=hidden -pthread "
-    "-Wno-psabi -Wno-unknown-pragmas -Wno-maybe-uninitialized"
-).split()
+FLAGS = [
+    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=fast"),
+    *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
+]
 # namespace -> flags: the same source once for each instruction set, chosen when the library is loaded
 VARIANTS = {"base": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
@@ -31,7 +31,11 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 
 
 def compile_library(into: Path) -> Path:
-    """Compile the library into a directory and return its path; CalledProcessError or FileNotFoundError if it can't be."""
+    """Compile the library into a directory and return its path.
+
+    Raises:
+        FileNotFoundError: no compiler.  subprocess.CalledProcessError: it failed on the baseline.
+    """
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     found = [name for name in names if shutil.which(name.split()[0])]
     if not found:

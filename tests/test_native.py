@@ -72,10 +72,17 @@ def inputs(g: Graph, b: int, h: int, hk: int, d: int, dv: int, dtype: torch.dtyp
 def gradients(leaves: list[Tensor], g: Graph, backend: str, **options) -> list[Tensor]:
     out, lse = ga.attend_lse(*leaves[:3], g, backend=backend, **options)
     gen = torch.Generator().manual_seed(9)
-    pull = torch.randn(out.shape, generator=gen, dtype=torch.float64), torch.randn(lse.shape, generator=gen, dtype=torch.float64)
+    pull = (
+        torch.randn(out.shape, generator=gen, dtype=torch.float64),
+        torch.randn(lse.shape, generator=gen, dtype=torch.float64),
+    )
     loss = (out.double() * pull[0]).sum() + (lse.double().masked_fill(lse.isinf(), 0) * pull[1]).sum()
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return [out.detach(), lse.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))]
+    return [
+        out.detach(),
+        lse.detach(),
+        *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)),
+    ]
 
 
 def near(got: list[Tensor], want: list[Tensor], tolerance: float, what: str) -> None:
@@ -123,7 +130,11 @@ def test_gradients_of_biases(name: str, isa: str) -> None:
     for shape in ((2, 2, g.num_edges), (g.num_edges,)):
         leaves = inputs(g, 2, 2, 1, 7, 5, torch.float64)
         bias, slopes, table = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, 2, (2, 7)))
-        for extra, options in ((bias, {"bias": bias}), (slopes, {"bias": ga.alibi(slopes, 3)}), (table, {"bias": ga.relative(table, -2)})):
+        for extra, options in (
+            (bias, {"bias": bias}),
+            (slopes, {"bias": ga.alibi(slopes, 3)}),
+            (table, {"bias": ga.relative(table, -2)}),
+        ):
             options |= {"softcap": 1.5, "dropout": 0.3, "seed": 5}
             want = gradients([*leaves, extra], g, "edges", **options)
             near(gradients([*leaves, extra], g, "native", **options), want, 1e-11, f"{name} {isa}")
@@ -201,13 +212,25 @@ def test_strides_and_layouts() -> None:
     g = GRAPHS["window"]
     make = lambda: torch.randn(2, g.t, 3, 32)  # noqa: E731
     q, k, v = (make().transpose(1, 2)[..., ::2].requires_grad_() for _ in range(3))
-    near(gradients([q, k, v], g, "native"), gradients([x.detach().double().requires_grad_() for x in (q, k, v)], g, "edges"), 1e-5, "")
+    near(
+        gradients([q, k, v], g, "native"),
+        gradients([x.detach().double().requires_grad_() for x in (q, k, v)], g, "edges"),
+        1e-5,
+        "",
+    )
     out = ga.attend(make().transpose(1, 2), make().transpose(1, 2), make().transpose(1, 2), g, backend="native")
     assert out.transpose(1, 2).is_contiguous(), "heads lie beside width where the query's do"
 
 
 def test_sizes_of_zero() -> None:
-    for b, h, t, s, d, dv in ((0, 2, 3, 3, 4, 4), (2, 0, 3, 3, 4, 4), (1, 1, 0, 3, 4, 4), (1, 1, 3, 0, 4, 4), (1, 2, 3, 3, 0, 4), (1, 2, 3, 3, 4, 0)):
+    for b, h, t, s, d, dv in (
+        (0, 2, 3, 3, 4, 4),
+        (2, 0, 3, 3, 4, 4),
+        (1, 1, 0, 3, 4, 4),
+        (1, 1, 3, 0, 4, 4),
+        (1, 2, 3, 3, 0, 4),
+        (1, 2, 3, 3, 4, 0),
+    ):
         g = ga.full(t, s)
         leaves = [torch.randn(b, h, n, w, requires_grad=True) for n, w in ((t, d), (s, d), (s, dv))]
         got = gradients(leaves, g, "native")

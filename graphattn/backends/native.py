@@ -1,7 +1,8 @@
 """Fused exact attention in C++: the fastest route on a CPU for most graphs, forward and backward, and the leanest.
 
-Nothing of size edges x width is ever made.  Long runs go through register-blocked tiles of 32 targets, short ones target by
-target with prefetch.  It is slower than `sdpa` only for dense work on few columns, and absent where no compiler was.
+Nothing of size edges x width is ever made.  Long runs go through register-blocked tiles of 32 targets, short ones
+target by target with prefetch, narrow heads eight at a time.  Vectors per edge (`edge_key`, `edge_value`) and GATv2 on
+wide heads are where it is least ahead; where there was no compiler it is absent.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _torch_pool() -> int | None:
 
 
 def set_isa(name: str) -> None:
-    """For tests: use "base", "v3" or "v4" instead of the best instruction set of this machine; ValueError if it lacks it."""
+    """For tests: use "base", "v3" or "v4", not the best instruction set; ValueError where it is missing."""
     global _isa
     lib = _library()
     if isinstance(lib, str) or _ISA[name] > lib.ga_best():
@@ -113,6 +114,65 @@ def why_not(call: Call) -> str | None:
     return None
 
 
+class Constants(NamedTuple):
+    """Seconds of one thread in float32 with AVX-512; a Zen 5 core.  Replace `CONSTANTS` to calibrate."""
+
+    call: float = 25e-6
+    cell: float = 0.25e-9  # a pair of the tile path, and per unit of width
+    cell_width: float = 0.0075e-9
+    edge: float = 5e-9  # an edge of the row path, and per unit of width while keys and values lie in cache
+    edge_width: float = 0.06e-9
+    far_width: float = 0.12e-9  # more per unit of width when they do not
+    cache: float = 32e6  # bytes
+    narrow: float = 1.2e-9  # an edge of the path for narrow heads, and per unit of width
+    narrow_width: float = 0.08e-9
+    backward: float = 3.0  # times the forward, besides it
+    isa: tuple[float, ...] = (0, 6.0, 0, 2.0, 1.0)  # times the arithmetic, by level
+
+
+CONSTANTS = Constants()
+
+
+def cost(call: Call) -> float:
+    """Estimated seconds, forward, or forward and backward where `call.needs_grad`.  Builds the plan of the graph."""
+    c, graph = CONSTANTS, call.graph
+    q, k, v = call.q, call.k, call.v
+    bg, hg = call.lead
+    over = (call.batch // max(bg, 1)) * (call.heads // max(hg, 1))
+    if graph.num_edges == 0 or over == 0:
+        return c.call
+    extras = (call.bias, call.edge_key, call.edge_value)
+    score = ("dot", "additive", "gatv2").index(call.score.name)
+    plan = _plan(graph, score == 0 and extras[1] is None and extras[2] is None)
+    groups, rows = int(plan[1]), int(plan[5])  # P_GROUPS, P_ROWS
+    cells = 32 * over * int(plan[int(plan[11]) + groups])  # P_GROUP_COL
+    edges = over * int(plan[int(plan[18]) + rows])  # P_ROW_EDGE
+    width = q.shape[-1] + v.shape[-1]
+    size = 8 if call.wide == torch.float64 else 4
+    speed = c.isa[_isa] * size / 4
+    far = min(1.0, (k.shape[-2] * width * size) / c.cache)
+    options = sum(x is not None for x in (call.bias, call.position, call.softcap)) + (call.dropout > 0)
+    seconds = cells * (c.cell * (1 + 2 * options) + c.cell_width * width) * speed
+    narrow = hg == 1 and k.shape[1] == call.heads >= 4 and max(q.shape[-1], v.shape[-1]) <= 16 and not groups
+    if narrow and all(x is None for x in (*extras, call.position, call.softcap)):
+        seconds += edges * (c.narrow + c.narrow_width * width) * speed
+    else:
+        per_edge = c.edge * (1 + 0.5 * options) + c.edge_width * width * (4 if score == 2 else 1)
+        per_edge += width * c.edge_width * 8 * ((extras[1] is not None) + (extras[2] is not None))
+        seconds += edges * (per_edge * speed + c.far_width * width * far)
+    if call.needs_grad:
+        seconds *= 1 + c.backward
+    return c.call * (3 if call.needs_grad else 1) + seconds / max(1.0, 0.9 * torch.get_num_threads())
+
+
+def memory(call: Call) -> int:
+    """Bytes beyond inputs, output and gradients: copies of narrow inputs, p and ds per edge up to a limit."""
+    size = 8 if call.wide == torch.float64 else 4
+    nodes = call.batch * call.heads * (call.graph.t + call.graph.s) * (call.q.shape[-1] + call.v.shape[-1])
+    kept = min(STASH, 2 * call.edge_work * size) if call.needs_grad else 0
+    return kept + 2 * nodes * size
+
+
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`(out, lse)`; differentiable once."""
     wide, dtype = call.wide, call.q.dtype
@@ -139,7 +199,11 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         0 if position is None else 1 if isinstance(position, Alibi) else 2,
         0 if position is None else position.offset,
     )
-    table = position.slopes if isinstance(position, Alibi) else position.table if isinstance(position, Relative) else None
+    table = None
+    if isinstance(position, Alibi):
+        table = position.slopes
+    elif isinstance(position, Relative):
+        table = position.table
     extras = (call.bias, call.edge_key, call.edge_value, score.vector if isinstance(score, GATv2) else None, table)
     return _back(_apply(spec, q, k, v, *(x if x is None else x.to(wide) for x in extras)), dtype)
 
@@ -231,10 +295,10 @@ class _AttendBackward(torch.autograd.Function):
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], spec: _Spec, needs: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Any, Any]:
-        parts = [
-            _AttendBackward.apply(spec, needs, *_slices(tensors, in_dims[2:], n)) for n in range(info.batch_size)
-        ]
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], spec: _Spec, needs: tuple[bool, ...], *tensors: Tensor | None
+    ) -> tuple[Any, Any]:
+        parts = [_AttendBackward.apply(spec, needs, *_slices(tensors, in_dims[2:], n)) for n in range(info.batch_size)]
         stacked = tuple(torch.stack(x) for x in zip(*parts, strict=True))
         return stacked, (0,) * len(stacked)
 
@@ -306,7 +370,12 @@ def _source_plan(graph: Graph, tiles: bool) -> Tensor:
 def _runs(graph: Graph) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return graph.cached(
         ("native", "runs"),
-        lambda: tuple(x.contiguous() for x in (graph.indptr, graph.start, graph.stop, graph.edge_ptr())),
+        lambda: (
+            graph.indptr.contiguous(),
+            graph.start.contiguous(),
+            graph.stop.contiguous(),
+            graph.edge_ptr().contiguous(),
+        ),
     )
 
 
@@ -337,7 +406,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, width: int, zero: bool = False) -> Tensor:
-    """A new tensor (..., width) whose axes lie in memory as those of x: heads beside width if x is (B, T, H, D) inside."""
+    """A new tensor (..., width) laid out like x: heads beside width if x is (B, T, H, D) inside."""
     b, h, t, _ = x.shape
     new = torch.zeros if zero else torch.empty
     if h > 1 and t > 1 and x.stride(1) < x.stride(2):
@@ -353,7 +422,15 @@ _NONE9 = (0,) * 9
 
 
 def _head(
-    spec: _Spec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: tuple[Tensor | None, ...], tiles: bool, splan: int
+    spec: _Spec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: tuple[Tensor | None, ...],
+    tiles: bool,
+    splan: int,
 ) -> list[int]:
     """The fields of Args up to the backward's, all ints."""
     graph = spec.graph
@@ -443,14 +520,17 @@ def _backward(
     v: Tensor,
     *extras: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    shapes = [None if x is None else x.shape for x in extras]
+    shapes = [() if x is None else x.shape for x in extras]
     q, k, v, g_out, ready = _rows(q), _rows(k), _rows(v), _rows(g_out), _ready(extras)
     bias, edge_key, edge_value, vector, table = ready
     graph = spec.graph
     b, h, t, d = q.shape
     bg, hg = graph.lead or (1, 1)
     dq, dk, dv = _like(q, d), _like(k, d, zero=True), _like(v, v.shape[3], zero=True)
-    grads = [None if x is None or not n else torch.zeros(s, dtype=q.dtype) for x, n, s in zip(ready, needs[3:], shapes, strict=True)]
+    grads = [
+        None if x is None or not n else torch.zeros(s, dtype=q.dtype)
+        for x, n, s in zip(ready, needs[3:], shapes, strict=True)
+    ]
     if lse.numel() == 0:
         return dq, dk, dv, *grads
     d_bias, d_key, d_value, _, _ = grads
@@ -497,14 +577,3 @@ def _backward(
     if d_table is not None:
         grads[4] = d_table.view(_SLOTS, b, h, width).sum((0, 1)).view(shapes[4])
     return dq, dk, dv, *grads
-
-
-def cost(call: Call) -> float:
-    """Seconds, from edges and width at the rates of one core times the threads; long runs go at the rate of tiles."""
-    graph = call.graph
-    width = call.q.shape[-1] + call.v.shape[-1]
-    edges = call.edge_work
-    long = graph.num_edges >= 16 * max(graph.num_runs, 1)
-    passes = 3.5 if call.needs_grad else 1.0
-    rate = 1.1e-11 if long and call.plain else 6e-11
-    return 12e-6 * passes + passes * edges * (rate * width + (1e-9 if long else 4e-9)) * 2 / torch.get_num_threads()
