@@ -55,11 +55,13 @@ GRAPHS = {
 }
 
 
-@pytest.fixture(params=[1, 10**6], ids=["one block a chunk", "many"])
+@pytest.fixture(params=[(1, 0), (10**6, 2**26)], ids=["one block a chunk", "many, kept"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "BLOCKS", (4,))
     monkeypatch.setattr(tiles, "GAP", 1)
-    monkeypatch.setattr(tiles, "CELLS", request.param)
+    cells, stash = request.param
+    monkeypatch.setattr(tiles, "CELLS", cells)
+    monkeypatch.setattr(tiles, "STASH", stash)
     # strides below this are not added in slices; blocks of 4 must be
     monkeypatch.setattr(tiles, "LEAST_STEP", 1)
 
@@ -163,7 +165,11 @@ def test_bias_of_minus_infinity_on_every_edge_of_a_target() -> None:
     torch.testing.assert_close(lse, want_lse)
 
 
-def test_unseeded_dropout_repeats_with_torchs_seed_and_keeps_the_mean() -> None:
+@pytest.mark.parametrize("stash", [0, 2**26])
+def test_unseeded_dropout_repeats_with_torchs_seed_and_keeps_the_mean(
+    stash: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "STASH", stash)
     graph = ga.window(64, 17)
     q, k, v = (torch.randn(1, 2, 64, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
 

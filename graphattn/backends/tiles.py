@@ -28,6 +28,8 @@ from .numerics import keep_edges
 CELLS = 2**20
 # Spans closer than this are one: multiplying the hidden columns between costs less than another span.
 GAP = 32
+# Bytes of softmax that the forward pass may keep for the backward pass; beyond it they are computed again.
+STASH = 2**26
 BLOCKS = (64, 128, 256)
 # Gradients of blocks that move by less overlap too much to be added in slices of one step.
 LEAST_STEP = 16
@@ -86,30 +88,36 @@ def memory(call: Call) -> int:
     size = 8 if call.wide == torch.float64 else 4
     pairs = call.batch * call.heads
     widest = min(max(CELLS, shape.widest), pairs * shape.cells)
+    kept = pairs * shape.cells if call.needs_grad and size * pairs * shape.cells <= STASH else 0
     copies = (call.q.numel() + call.k.numel() + call.v.numel()) * (2 if call.needs_grad else 1)
-    return size * (copies + widest * (4 if call.needs_grad else 2))
+    return size * (copies + kept + widest * (4 if call.needs_grad else 2))
 
 
 def cost(call: Call) -> float:
     """Two products over the cells of all tiles forward and seven in all, some passes, and a price per chunk."""
-    shape = outline(call.graph)
+    pairs = _shared(call)
+    shape = outline(call.graph, pairs)
     if shape is None:
         return math.inf
-    bg, hg = call.lead
-    pairs = (call.batch // max(bg, 1)) * (call.heads // max(hg, 1))
     return seconds(shape, pairs, call.q.shape[-1] + call.v.shape[-1], call.needs_grad)
+
+
+def _shared(call: Call) -> int:
+    """How many batch and head indices share one row of the graph."""
+    bg, hg = call.lead
+    return (call.batch // max(bg, 1)) * (call.heads // max(hg, 1))
 
 
 def floor(call: Call) -> float:
     """Never less than this, whatever the graph's shape: no hidden pair multiplied, one group."""
-    bg, hg = call.lead
-    pairs = (call.batch // max(bg, 1)) * (call.heads // max(hg, 1))
-    edges = call.graph.num_edges
-    return seconds(Outline(BLOCKS[0], edges, 1, edges), pairs, call.q.shape[-1] + call.v.shape[-1], call.needs_grad)
+    pairs, edges = _shared(call), call.graph.num_edges
+    return seconds(Outline(BLOCKS[0], edges, 1, edges, 2), pairs, call.q.shape[-1] + call.v.shape[-1], call.needs_grad)
 
 
 # multiply-adds of a batched product and cells of a softmax per second and thread; seconds of a call, and of a chunk
 RATES = {"product": 47.5e9, "cell": 1.6e9, "call": 25e-6, "chunk": 30e-6}
+# share of that rate of a product that is alone in its batch, by targets per block
+ALONE = {64: 0.5, 128: 0.65, 256: 0.85}
 
 
 def seconds(shape: Outline, pairs: int, width: int, needs_grad: bool) -> float:
@@ -118,27 +126,33 @@ def seconds(shape: Outline, pairs: int, width: int, needs_grad: bool) -> float:
     chunks = max(shape.groups, cells / CELLS)
     # two products forward; backward the scores again and four more
     products, again = (4.0, 3.0) if needs_grad else (1.0, 1.0)
-    work = cells * (products * width / RATES["product"] + again / RATES["cell"]) / torch.get_num_threads()
+    rate = RATES["product"]
+    if pairs == 1 and shape.groups * 2 > shape.blocks:
+        rate *= ALONE.get(shape.rows, 1.0)
+    work = cells * (products * width / rate + again / RATES["cell"]) / torch.get_num_threads()
     return again * RATES["call"] + work + chunks * products * RATES["chunk"]
 
 
 class Outline(NamedTuple):
-    """The size of a plan before it is made: targets per block, cells of all tiles, groups, cells of the widest tile."""
+    """The size of a plan before it is made: targets per block, cells of all tiles, groups, cells of the widest tile,
+    and blocks."""
 
     rows: int
     cells: int
     groups: int
     widest: int
+    blocks: int
 
 
-def outline(graph: Graph) -> Outline | None:
+def outline(graph: Graph, pairs: int = 2) -> Outline | None:
     """The block size that costs least, or None where the graph isn't made of intervals."""
-    return graph.cached("tiles_outline", lambda: _outline(graph))
+    alone = pairs == 1
+    return graph.cached(("tiles_outline", alone), lambda: _outline(graph, 1 if alone else 4))
 
 
-def _outline(graph: Graph) -> Outline | None:
+def _outline(graph: Graph, pairs: int) -> Outline | None:
     if graph.num_edges == 0:
-        return Outline(BLOCKS[0], 0, 0, 0)
+        return Outline(BLOCKS[0], 0, 0, 0, 0)
     mean = graph.num_edges / graph.num_runs
     if mean < 8 and graph.num_runs > 4 * MOST_SPANS and graph.num_runs > graph.rows:
         return None  # scattered; not worth a look
@@ -161,8 +175,8 @@ def _outline(graph: Graph) -> Outline | None:
         groups = rows.numel() - int(same.sum())
         if groups > MOST_SPANS:
             continue
-        found = Outline(size, int(cells.sum()), groups, int(cells.max()))
-        estimate = seconds(found, 4, 128, True)
+        found = Outline(size, int(cells.sum()), groups, int(cells.max()), rows.numel())
+        estimate = seconds(found, pairs, 128, True)
         if estimate < best_seconds:
             best, best_seconds = found, estimate
     return best
@@ -171,9 +185,11 @@ def _outline(graph: Graph) -> Outline | None:
 # ---------------------------------------------------------------------- the plan
 
 
-def plan(graph: Graph) -> Plan:
-    """The tiling, made once per graph."""
-    return graph.cached("tiles_plan", lambda: _plan(graph))
+def plan(graph: Graph, pairs: int = 2) -> Plan:
+    """The tiling for this many batch and head indices, made once per graph and block size."""
+    shape = outline(graph, pairs)
+    size = BLOCKS[0] if shape is None else shape.rows
+    return graph.cached(("tiles_plan", size), lambda: _plan(graph, size))
 
 
 def _cuts(graph: Graph, size: int) -> Tensor:
@@ -206,9 +222,7 @@ def _spans(graph: Graph, size: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tenso
     return cuts, (united.run_row(), united.start, united.stop - GAP)
 
 
-def _plan(graph: Graph) -> Plan:
-    shape = outline(graph)
-    size = BLOCKS[0] if shape is None else shape.rows
+def _plan(graph: Graph, size: int) -> Plan:
     if graph.num_edges == 0:
         return Plan((), 0, size)
     cuts, (owner, low, high) = _spans(graph, size)
@@ -356,7 +370,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         # a generator of its own, so that the backward pass can draw the same numbers again
         seed = int(torch.randint(2**62, ()))
     work = _Work(
-        plan(call.graph), call.graph, call.scale, call.score.name, getattr(call.score, "slope", 0.0), call.softcap,
+        plan(call.graph, _shared(call)), call.graph, call.scale, call.score.name, getattr(call.score, "slope", 0.0), call.softcap,
         call.dropout, seed, call.seed is not None, None if position is None else (position.name, position.offset),
     )  # fmt: skip
     out, lse = _Tiles.apply(call.q, k, v, bias, values, work, wide, call.want_lse)
@@ -522,6 +536,16 @@ class _Tiles(torch.autograd.Function):
         out = make(batch, heads, t, v.shape[-1], dtype=wide, device=q.device)
         lse = torch.full((batch, heads, t, 1), -math.inf, dtype=wide, device=q.device)
         noise = _noise(work, q.device)
+        bg, hg = work.graph.lead or (1, 1)
+        cells = work.plan.cells * (batch // bg) * (heads // hg)
+        stash: list[Tensor] | None = None
+        if (
+            any(ctx.needs_input_grad)
+            and work.score == "dot"
+            and work.softcap is None
+            and cells * lse.element_size() <= STASH
+        ):
+            stash = []
         for groups, b, h in _by_lead(work, batch, heads):
             qs, ks, vs, outs, lses = (_pairs(x, b, h) for x in (wq, wk, wv, out, lse))
             for c in _chunks(groups, qs.shape[0]):
@@ -534,14 +558,16 @@ class _Tiles(torch.autograd.Function):
                     p.masked_fill_(_no_edges(c, work.graph), 0.0)
                 if c.group.empty or bias is not None:  # also where every bias is -inf
                     total.masked_fill_(peak == -math.inf, -math.inf)
+                if stash is not None:
+                    stash.append(p)
                 if work.dropout:
-                    p.mul_(_kept(c, work, noise, p, b, h)).div_(1 - work.dropout)
+                    p = (p * _kept(c, work, noise, p, b, h)).div_(1 - work.dropout)
                 c.rows(outs).copy_(torch.bmm(p, c.cols(vs)))
                 c.rows(lses).copy_(total)
         lse = lse.squeeze(-1)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, values, result if result.dtype == wide else out)
-        ctx.work, ctx.wide = work, wide
+        ctx.work, ctx.wide, ctx.stash = work, wide, stash
         if not want_lse:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
@@ -563,17 +589,23 @@ class _Tiles(torch.autograd.Function):
         needs = ctx.needs_input_grad
         dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format) if needs[3] else None
         dvalues = torch.zeros_like(values, memory_format=torch.contiguous_format) if needs[4] else None
+        stash = None if ctx.stash is None else iter(ctx.stash)
         noise = _noise(work, q.device)
         for groups, b, h in _by_lead(work, batch, heads):
             qs, ks, vs, gos, pulls = (_pairs(x, b, h) for x in (wq, wk, wv, go, pull))
             dqs, dks, dvs = (_pairs(x, b, h) for x in (dq, dk, dv))
             for c in _chunks(groups, qs.shape[0]):
-                s, raw, capped = _scores(c, work, qs, ks, bias, values, b, h)
-                p = torch.softmax(s, -1)
-                if c.group.empty:
-                    p.masked_fill_(_no_edges(c, work.graph), 0.0)
                 grad = c.rows(gos)
-                dp = torch.bmm(grad, c.cols(vs).mT, out=s)
+                raw = capped = None
+                if stash is not None:
+                    p = next(stash)
+                    dp = torch.bmm(grad, c.cols(vs).mT)
+                else:
+                    s, raw, capped = _scores(c, work, qs, ks, bias, values, b, h)
+                    p = torch.softmax(s, -1)
+                    if c.group.empty:
+                        p.masked_fill_(_no_edges(c, work.graph), 0.0)
+                    dp = torch.bmm(grad, c.cols(vs).mT, out=s)
                 if work.dropout:
                     kept = _kept(c, work, noise, p, b, h).to(wide).div_(1 - work.dropout)
                     dp.mul_(kept)
