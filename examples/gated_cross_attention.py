@@ -170,6 +170,7 @@ def page(reader: Reader, vocabulary: Vocabulary, picture: Tensor, scene: Scene) 
     gated = inner.gated[-1]
     weights = gated.head.weights(gated.norm1(x), cross, context)[0]  # (heads, t * PATCHES)
     sheet = new_figure(11, 7.5)
+    sheet.set_layout_engine("constrained")  # the letters need the whole height
     left, right = sheet.subplots(1, 2, width_ratios=[1.3, 1])
     left.imshow(picture.permute(1, 2, 0).numpy(), extent=(0, WIDE, HIGH, 0))
     left.set_xticks(range(0, WIDE + 1, PATCH))
