@@ -119,6 +119,12 @@ def test_find_leak_equals_boolean_matrix_powers(seed: int, monkeypatch: pytest.M
 def test_many_labels_take_several_words_and_blocks(table: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphattn.audit.flow._TABLE_BYTES", table)
     t, g = 230, torch.Generator().manual_seed(table)
+    own = torch.arange(t)
+    for way in (1, -1):
+        ring = ga.from_edge_index(torch.stack([own.roll(way), own]), t)
+        found = ga.find_leak([ring] * 5, labels=own.roll(5 * way))  # all leak, five hops away
+        assert found is not None and (found.target, found.source, len(found.path)) == (0, -5 * way % t, 5)
+        assert ga.find_leak([ring] * 5, labels=own.roll(6 * way)) is None
     for k in range(6):
         masks = [torch.rand(t, t, generator=g) < 0.004 for _ in range(4)]
         masks[k % 4][:, 20 : 20 + 16 * k] |= torch.rand(t, 1, generator=g) < 0.05  # long runs
