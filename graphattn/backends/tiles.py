@@ -30,7 +30,7 @@ CELLS = 2**20
 GAP = 32
 # Bytes of softmax that the forward pass may keep for the backward pass; beyond it they are computed again.
 STASH = 2**26
-BLOCKS = (64, 128, 256)
+BLOCKS = (64, 128, 192, 256)
 # Gradients of blocks that move by less overlap too much to be added in slices of one step.
 LEAST_STEP = 16
 # A graph whose blocks read more spans than this, together or each, isn't made of intervals.
@@ -117,7 +117,7 @@ def floor(call: Call) -> float:
 # multiply-adds of a batched product and cells of a softmax per second and thread; seconds of a call, and of a chunk
 RATES = {"product": 47.5e9, "cell": 1.6e9, "call": 25e-6, "chunk": 30e-6}
 # share of that rate of a product that is alone in its batch, by targets per block
-ALONE = {64: 0.5, 128: 0.65, 256: 0.85}
+ALONE = {64: 0.8, 128: 0.85, 192: 1.0, 256: 0.75}
 
 
 def seconds(shape: Outline, pairs: int, width: int, needs_grad: bool) -> float:
@@ -537,14 +537,9 @@ class _Tiles(torch.autograd.Function):
         lse = torch.full((batch, heads, t, 1), -math.inf, dtype=wide, device=q.device)
         noise = _noise(work, q.device)
         bg, hg = work.graph.lead or (1, 1)
-        cells = work.plan.cells * (batch // bg) * (heads // hg)
+        kept = work.plan.cells * (batch // bg) * (heads // hg) * lse.element_size()
         stash: list[Tensor] | None = None
-        if (
-            any(ctx.needs_input_grad)
-            and work.score == "dot"
-            and work.softcap is None
-            and cells * lse.element_size() <= STASH
-        ):
+        if any(ctx.needs_input_grad) and work.score == "dot" and work.softcap is None and kept <= STASH:
             stash = []
         for groups, b, h in _by_lead(work, batch, heads):
             qs, ks, vs, outs, lses = (_pairs(x, b, h) for x in (wq, wk, wv, out, lse))
