@@ -305,8 +305,9 @@ class Run:
         line = (json.dumps(record) + "\n").encode()
         path = self.folder / "metrics.jsonl"
         with _named(path):
-            if self._metrics.write(line) != len(line):
-                raise OSError(28, "No space left on device")
+            left = memoryview(line)
+            while left:  # a full disk takes a part first, and says why at the rest
+                left = left[self._metrics.write(left) :]
         self._metrics_hash.update(line)
         self._metrics_bytes += len(line)
 

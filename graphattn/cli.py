@@ -139,11 +139,14 @@ def train(argv: Sequence[str]) -> int:
     given = _parse(parser, argv)
     chosen = {n: given[n] for n in names if given[n] is not None}
     if given["resume"] is not None:
+        from graphattn.checkpoint import Run
+
         other = sorted(set(chosen) - {"steps"}) + [n for n in ("config", "out") if given[n] is not None]
         if other:
             raise UsageError(
                 f"--{flag(other[0])} can't be changed by --resume: a run goes on as it was, only --steps may"
             )
+        Run.open(given["resume"])  # damage is found before torch is imported
     values = dict(PRESETS[given["preset"]])
     if given["config"] is not None:
         values |= _read_config(Path(given["config"]), names)

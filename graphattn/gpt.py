@@ -213,4 +213,6 @@ def cycle(graphs: Graph | Sequence[Graph], layers: int) -> list[Graph]:
     for g in own:
         if not isinstance(g, Graph):
             raise TypeError(f"graphs must be Graphs, got {type(g).__name__}")
+    if len(own) > layers:
+        raise ValueError(f"there are {len(own)} graphs for {layers} layers: give at most one per layer")
     return [own[layer % len(own)] for layer in range(layers)]

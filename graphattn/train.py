@@ -96,8 +96,14 @@ def train(
         trainer = _Trainer(config, vocabulary, graphs, text, world, say, progress)
         trainer.introduce(source)
         with _Signals() as signals:
-            run = Run.create(out) if world.first else None
+            run: Run | None = None
+
+            def make() -> None:
+                nonlocal run
+                run = Run.create(out)
+
             try:
+                world.on_first(make if world.first else None)
                 trainer.begin(run)
                 return trainer.follow(run, Path(out), until, signals)
             finally:
@@ -129,9 +135,13 @@ def resume(
         if steps < run.step:
             raise TrainError(f"{out} is at step {run.step} already: --steps must be at least that, got {steps}")
     with World.join(config.device) as world, _Signals() as signals:
-        if world.first:
+
+        def own() -> None:
+            nonlocal run
             run = Run.open(out, write=True)
+
         try:
+            world.on_first(own if world.first else None)
             if run.finished and config.steps == run.step:
                 if say is not None and world.first:
                     say(f"{out} is finished: it has all {run.step} steps")
@@ -421,6 +431,8 @@ def refuse_leak(config: TrainConfig, graphs: Sequence[Graph]) -> None:
     for g in graphs:
         if (g.t, g.s) != (config.block, config.block):
             raise ValueError(f"a graph must be {config.block} <- {config.block}, as the block; got {g!r}")
+        if g.lead and (g.lead[0] != 1 or g.lead[1] not in (1, config.heads)):
+            raise ValueError(f"a graph may differ between the {config.heads} heads, not between windows; got {g!r}")
     if config.allow_leak:
         return
     leak = find_leak(cycle(graphs, config.layers), targets=torch.arange(config.block) >= config.loss_from)

@@ -20,7 +20,7 @@ import graphattn as ga
 from graphattn import checkpoint
 from graphattn.checkpoint import MANIFEST, Run, RunError, read_header, write_atomic
 from graphattn.load import load, with_block
-from graphattn.train import train
+from graphattn.train import resume, train
 
 TEXT = "to be, or not to be: that is the question. " * 40
 TINY = {
@@ -448,3 +448,25 @@ def test_folders_that_are_taken(run, tmp_path) -> None:
     (tmp_path / "half" / "metrics.jsonl").write_text("{")
     train(tmp_path / "half", text=TEXT, **TINY)
     everything(tmp_path / "half")
+
+
+def test_writes_that_the_system_refuses(tmp_path) -> None:
+    """A file-size limit stands for a full disk: no privileges needed, and the errors are the kernel's."""
+    import resource
+
+    train(tmp_path / "r", text=TEXT, until=3, **TINY)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir() if p.name != "metrics.jsonl"}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (100, 400, 2000, 4000):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            with pytest.raises(RunError, match="can't be written: File too large"):
+                resume(tmp_path / "r")
+            with pytest.raises(RunError, match="can't be written: File too large"):
+                train(tmp_path / "new", text=TEXT, **TINY)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir() if p.name != "metrics.jsonl"} == before
+        load(tmp_path / "r")
+        assert not (tmp_path / "new").exists()
+    assert resume(tmp_path / "r").finished

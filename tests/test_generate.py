@@ -69,7 +69,7 @@ def definition(
 @pytest.mark.parametrize("name", list(GRAPHS))
 def test_cache_changes_nothing(name: str, position: str) -> None:
     model, graph = model_of(position=position), GRAPHS[name]
-    for length in (1, 3, 7, 16, 17, 20):
+    for length in (1, 7, 20):
         prompt = prompt_of(length)
         expected, logits = definition(model, [graph], prompt, 19)
         for cache in (True, False):

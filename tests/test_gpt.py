@@ -124,6 +124,8 @@ def test_graphs_are_cycled_over_layers() -> None:
     assert torch.equal(got, model(tokens, [a, b, a])[0])
     assert not torch.allclose(got, model(tokens, [b, a])[0])
     assert cycle([a, b], 5) == [a, b, a, b, a] and cycle(a, 2) == [a, a]
+    with pytest.raises(ValueError, match="3 graphs for 2 layers"):
+        cycle([a, b, a], 2)
     with pytest.raises(ValueError, match="empty"):
         cycle([], 2)
     with pytest.raises(TypeError, match="Graphs"):

@@ -215,6 +215,8 @@ def test_wrong_graphs(tmp_path) -> None:
         (ga.causal(7), "must be 8 <- 8"),
         ([ga.causal(8)] * 3, "at most one per layer, 2"),
         ([], "at most one per layer"),
+        (ga.stack([ga.causal(8)] * 4, axis="batch"), "not between windows"),
+        (ga.stack([ga.causal(8)] * 3, axis="head"), "between the 2 heads"),
     ):
         with pytest.raises(ValueError, match=says):
             train(tmp_path / "r", text=TEXT, graphs=graphs, **TINY)
