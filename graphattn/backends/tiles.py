@@ -370,8 +370,9 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         # a generator of its own, so that the backward pass can draw the same numbers again
         seed = int(torch.randint(2**62, ()))
     work = _Work(
-        plan(call.graph, _shared(call)), call.graph, call.scale, call.score.name, getattr(call.score, "slope", 0.0), call.softcap,
-        call.dropout, seed, call.seed is not None, None if position is None else (position.name, position.offset),
+        plan(call.graph, _shared(call)), call.graph, call.scale, call.score.name, getattr(call.score, "slope", 0.0),
+        call.softcap, call.dropout, seed, call.seed is not None,
+        None if position is None else (position.name, position.offset),
     )  # fmt: skip
     out, lse = _Tiles.apply(call.q, k, v, bias, values, work, wide, call.want_lse)
     return out, lse
