@@ -362,6 +362,13 @@ def test_receptive_fields_and_coverage_are_matrix_powers() -> None:
                 assert ga.layers_to_cover(layers, goal, batch) == first
 
 
+def test_fields_with_a_gap_beside_the_target() -> None:
+    assert ga.coverage(ga.band(6, -2, 2))[1].tolist() == [2, 2, 2, 2, 1, 1]
+    assert ga.coverage(ga.band(6, 2, -2))[1].tolist() == [1, 1, 2, 2, 2, 2]
+    assert ga.coverage(ga.band(6, -1, 2))[1].tolist() == [3, 3, 3, 3, 2, 1]
+    assert ga.layers_to_cover(ga.band(6, -2, 2)) is None
+
+
 def test_layers_to_cover_closed_forms() -> None:
     assert ga.layers_to_cover(ga.full(9)) == 1 and ga.layers_to_cover(ga.full(1)) == 0
     assert ga.layers_to_cover(ga.causal(9)) is None and ga.layers_to_cover(ga.causal(9), ga.causal(9)) == 1

@@ -651,7 +651,7 @@ def _refuse_search(layers: list[_Layer], goal: np.ndarray, n: int, most: int | N
 
 
 def _chain(label: np.ndarray) -> np.ndarray | None:
-    """Steps along i -> label[i] -> ... to its end, negated: a label then comes after its target.  None for a cycle."""
+    """Steps along i -> label[i] -> ... to its end, an order that permuted labels follow.  None for a cycle."""
     n = label.size
     nxt = np.append(np.where(label < 0, n, label), n)
     steps = (nxt != np.arange(n + 1)).astype(np.int64)
@@ -659,7 +659,7 @@ def _chain(label: np.ndarray) -> np.ndarray | None:
     for _ in range(max(n, 1).bit_length() + 1):
         steps = steps + steps[nxt]
         nxt = nxt[nxt]
-    return -steps[:n] if (nxt == n).all() else None
+    return steps[:n] if (nxt == n).all() else None
 
 
 @dataclass
