@@ -89,7 +89,16 @@ def attend(call: Call) -> tuple[Tensor, Tensor | None]:
     if call.want_lse and not call.needs_grad:
         kind += ("lse",)
     run = _entry((*kind, mask_kind, call.q.device.type, _COMPILER))
-    out, lse = run(call.q, call.k, call.v, score_mod, block_mask, call.scale, call.want_lse)
+    from torch._dynamo.exc import FailOnRecompileLimitHit  # loaded by torch.compile in any case, and slow to load
+
+    try:
+        out, lse = run(call.q, call.k, call.v, score_mod, block_mask, call.scale, call.want_lse)
+    except FailOnRecompileLimitHit as error:
+        raise RuntimeError(
+            f"FlexAttention would recompile for {tuple(call.q.shape)} queries on {graph!r}, past torch's limit of "
+            f"{torch._dynamo.config.recompile_limit} versions of one kind of call, and it does not run uncompiled: use "
+            "fewer head counts, widths and dtypes, raise torch._dynamo.config.recompile_limit, or another backend"
+        ) from error
     empty = graph.cached("flex_empty", lambda: _empty(graph))
     if empty is not None:
         out = out.masked_fill(empty.unsqueeze(-1), 0.0)

@@ -100,10 +100,12 @@ def tile_size(call: Call, by_source: bool = False) -> tuple[int, int]:
         return (32, 32) if by_source else (16, 32)
     width = max(call.q.shape[-1], call.v.shape[-1])
     if call.q.dtype == torch.float32:
-        return (64, 32) if width <= 64 and not by_source else (32, 32)
+        return (32, 32) if width <= 64 else (16, 32)
     if width > 128:
         return 64, 32
-    return (64, 64) if by_source else (128, 64)
+    if by_source:
+        return (32, 64) if call.dropout else (64, 64)
+    return 128, 64
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
