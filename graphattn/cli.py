@@ -1,4 +1,4 @@
-"""The command line: `graphattn train | sample | draw | audit`.
+"""The command line: `graphattn train | sample | draw | audit | bench`.
 
 Nothing heavy is imported before a command needs it.  What goes wrong is one line on stderr and an exit code that is
 not 0: 2 for the command line itself, 1 for the rest, 130 or 143 after Ctrl-C or SIGTERM.
@@ -23,6 +23,7 @@ commands:
   sample   continue a prompt with a trained model
   draw     draw a graph as a picture
   audit    say whether a graph lets a position read what it predicts
+  bench    time attention over a graph, against what else is installed
 
 `graphattn COMMAND --help` lists the options.  Graphs are written as expressions:
 
@@ -418,7 +419,42 @@ def audit(argv: Sequence[str]) -> int:
     return 1
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "sample": sample, "draw": draw, "audit": audit}
+def bench(argv: Sequence[str]) -> int:
+    parser = _parser("bench", "Time attention over graphs, each contender first checked against float64.")
+    parser.add_argument("--graph", action="append", help="expression; may be repeated")
+    parser.add_argument("--run", type=str, help="time the graphs of this run instead")
+    parser.add_argument("--size", type=int, help="number of targets, and of sources")
+    parser.add_argument("--sources", type=int, help="number of sources, if it is another")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", type=str, default="float32")
+    parser.add_argument("--backend", action="append", help="one of ours, or all; may be repeated (default: auto)")
+    parser.add_argument("--peer", action="append", help="one to compare with; may be repeated (default: all installed)")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds per graph and phase")
+    parser.add_argument("--json", type=str, help="file to write the results to")
+    given = _parse(parser, argv)
+    for name in ("batch", "heads", "head_dim"):
+        if given[name] < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {given[name]}")
+    graphs, names = _sized_graphs(given)
+
+    from graphattn.bench import run_bench
+
+    options = {k: given[k] for k in ("batch", "heads", "kv_heads", "head_dim", "dtype", "budget")}
+    for name, graph in zip(names, graphs, strict=True):
+        run_bench(graph, name=name, ours=given["backend"], peers=given["peer"], json_path=given["json"], **options)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "sample": sample,
+    "draw": draw,
+    "audit": audit,
+    "bench": bench,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

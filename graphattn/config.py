@@ -7,7 +7,10 @@ import math
 import types
 import typing
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphattn.gpt import GPTConfig
 
 POSITIONS = ("learned", "none", "rotary", "alibi", "relative")
 
@@ -148,6 +151,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         "compile": True,
     },
 }
+
+
+def model_config(config: TrainConfig, vocab: int) -> GPTConfig:
+    """The model a run trains."""
+    from graphattn.gpt import GPTConfig
+
+    return GPTConfig(
+        vocab=vocab,
+        block=config.block,
+        layers=config.layers,
+        heads=config.heads,
+        width=config.width,
+        kv_heads=config.kv_heads or None,
+        position=config.position,
+        qk_norm=config.qk_norm,
+        softcap=config.softcap or None,
+        bias=config.bias,
+        tie=config.tie,
+        dropout=config.dropout,
+    )
+
 
 _TYPES = typing.get_type_hints(TrainConfig)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from graphattn.checkpoint import MANIFEST, Run, RunError, read_header
-from graphattn.config import TrainConfig
+from graphattn.config import TrainConfig, model_config
 from graphattn.data import Vocabulary
 from graphattn.gpt import GPT, GPTConfig, cycle
 from graphattn.graph import Graph
@@ -36,8 +36,6 @@ def load(folder: str | Path, *, which: str = "best", block: int | None = None, d
         RunError: missing or damaged, naming the file.
         ValueError: a longer block than was trained.
     """
-    from graphattn.train import model_config
-
     if which not in ("best", "last"):
         raise ValueError(f"which must be best or last, got {which!r}")
     run = Run.open(folder)

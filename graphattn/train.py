@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from graphattn.audit import find_leak
 from graphattn.checkpoint import Run, RunError
-from graphattn.config import TrainConfig
+from graphattn.config import TrainConfig, model_config
 from graphattn.data import Vocabulary, Windows, mix, read_text
 from graphattn.distributed import World
-from graphattn.gpt import GPT, GPTConfig, cycle
+from graphattn.gpt import GPT, cycle
 from graphattn.graph import Graph
 from graphattn.parse import parse
 
@@ -404,24 +404,6 @@ class _Trainer:
 
         self._on_first(run, write)
         return final
-
-
-def model_config(config: TrainConfig, vocab: int) -> GPTConfig:
-    """The model a run trains."""
-    return GPTConfig(
-        vocab=vocab,
-        block=config.block,
-        layers=config.layers,
-        heads=config.heads,
-        width=config.width,
-        kv_heads=config.kv_heads or None,
-        position=config.position,
-        qk_norm=config.qk_norm,
-        softcap=config.softcap or None,
-        bias=config.bias,
-        tie=config.tie,
-        dropout=config.dropout,
-    )
 
 
 def refuse_leak(config: TrainConfig, graphs: Sequence[Graph]) -> None:

@@ -19,7 +19,7 @@ import torch
 import graphattn as ga
 from graphattn import distributed
 from graphattn.checkpoint import MANIFEST, Run, RunError
-from graphattn.config import PRESETS, TrainConfig
+from graphattn.config import PRESETS, TrainConfig, model_config
 from graphattn.data import Vocabulary, Windows
 from graphattn.gpt import GPT, cycle
 from graphattn.train import (
@@ -29,7 +29,6 @@ from graphattn.train import (
     _Trainer,
     learning_rate,
     make_optimizer,
-    model_config,
     resume,
     train,
 )
