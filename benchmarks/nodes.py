@@ -230,8 +230,8 @@ def swaps(data: NodeData, model: NodeClassifier) -> Rows:
             data.graph.relabel(order) | ga.self_loops(n),
             "as many neighbours, but strangers: they drown the paper's own words",
         ),
-        "complement": (~graph, "everybody but the neighbours: nearly one mean for all, little of it one's own"),
-        "full": (ga.full(n), "all read the same sources; GAT's score ranks them nearly alike for all targets"),
+        "complement": (~graph, "all read nearly one mean: every paper gets the most common class"),
+        "full": (ga.full(n), "all read nearly one mean: every paper gets the most common class"),
         "two hops": (graph @ graph, "more papers of mostly the same topic, diluted"),
     }
     rows = []

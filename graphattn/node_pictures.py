@@ -70,7 +70,7 @@ def neighbourhood(
         names.append(f"{n}: {int(guess[n])}{wrong}")
     layout = _spread(nx.Graph(list(zip(source.tolist(), target.tolist(), strict=True))), part.t)
     whom, lit = ("each member", None) if graph.t <= _FEW else (f"node {node}", int((near == node).nonzero()))
-    title = f"{data.name}: whom {whom} reads, mean of the first layer's heads"
+    title = f"{data.name}: whom {whom} reads (first layer, mean of heads)\nlabels: node: predicted class (true class, if wrong)"
     ax = _draw(part, weights[at], layout=layout, labels=names, highlight=lit, title=title)  # type: ignore[operator]
     return ax.figure
 
