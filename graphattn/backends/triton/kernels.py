@@ -578,10 +578,7 @@ def runs_backward_sources(
             if CAP:
                 ds = ds * (1.0 - bent * bent)
             ds = (ds * scale)[:, :, None]
-            if KIND == 0:
-                pull = ds * query
-            else:
-                pull = ds * vec * tl.where(query + this_key > 0, 1.0, slope)
+            pull = ds * query if KIND == 0 else ds * vec * tl.where(query + this_key > 0, 1.0, slope)
             acc_k += tl.where(mask[:, :, None], pull, 0.0)
     place = (b * HN + own) * S + j
     tl.store(dk + place[:, None] * D + d[None, :], tl.sum(acc_k, 0), mask=kmask)
@@ -726,9 +723,8 @@ def tiles_backward_targets(
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     qmask = (i < T)[:, None] & (d < D)[None, :]
     query = tl.load(q + b * sqb + h * sqh + i64[:, None] * sqt + d[None, :], mask=qmask, other=0.0)
-    g = tl.load(
-        dout + b * sdb + h * sdh + i64[:, None] * sdt + dv[None, :], mask=(i < T)[:, None] & (dv < DV)[None, :], other=0.0
-    )
+    gmask = (i < T)[:, None] & (dv < DV)[None, :]
+    g = tl.load(dout + b * sdb + h * sdh + i64[:, None] * sdt + dv[None, :], mask=gmask, other=0.0)
     stat = (b * H + h) * T + i
     log = tl.load(lse + stat, mask=i < T, other=0.0)
     log = tl.where(log == float("-inf"), 0.0, log) * LOG2E
@@ -755,7 +751,8 @@ def tiles_backward_targets(
                 j = n * BN + tl.arange(0, BN)
                 j64 = j.to(tl.int64)
                 jmask = j < S if PAD else j >= 0
-                key = tl.load(kbase + j64[:, None] * skt + d[None, :], mask=jmask[:, None] & (d < D)[None, :], other=0.0)
+                kmask = jmask[:, None] & (d < D)[None, :]
+                key = tl.load(kbase + j64[:, None] * skt + d[None, :], mask=kmask, other=0.0)
                 value = tl.load(
                     vbase + j64[None, :] * svt + dv[:, None], mask=jmask[None, :] & (dv < DV)[:, None], other=0.0
                 )

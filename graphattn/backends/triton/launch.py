@@ -132,7 +132,8 @@ class _Rows(torch.autograd.Function):
         q, k, v, out, lse, *extra = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        return (None, *_rows_backward(ctx.spec, ctx.needs_input_grad[1:], q, k, v, out, lse, dout, dlse, *_plain(extra)))
+        needs = ctx.needs_input_grad[1:]
+        return (None, *_rows_backward(ctx.spec, needs, q, k, v, out, lse, dout, dlse, *_plain(extra)))
 
 
 def _plain(extra: Any) -> list[Tensor | None]:
@@ -315,7 +316,8 @@ def _by_targets(
                 *_strides(q), *_strides(k), *_strides(v), *_strides(dout), *_bias_strides(bias),
                 *_edge_strides(edge_key), *_edge_strides(edge_value),
                 t, heads, call.lead[1], nb, nh, edges, bucket.first, first_batch,
-                call.scale, spec.cap, _slope(call), spec.offset, spec.reach, spec.width, spec.threshold, spec.keep_scale,
+                call.scale, spec.cap, _slope(call), spec.offset, spec.reach, spec.width, spec.threshold,
+                spec.keep_scale,
                 D=d, DV=dv, BD=bd, BDV=bdv, BE=be, HB=hb, GROUP=spec.group, KIND=_kind(call), RUNS=form.walks_runs,
                 WIDE=_wide(q, k, v), POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, SPLIT=bucket.split,
                 OWN_B=spec.own_b, OWN_H=spec.own_h, ADD=first_batch > 0, num_warps=warps,
@@ -512,7 +514,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def _precision(q: Tensor) -> str:
-    """Products of float32 tiles: three of TF32 that make up one of float32, or one if the user lets matmuls use TF32."""
+    """Of float32 tiles: three products in TF32 that make up one in float32, or one if the user allows TF32."""
     return "tf32" if q.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 

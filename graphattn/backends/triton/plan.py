@@ -1,4 +1,4 @@
-"""What a graph's kernels walk: items of bounded work per target and per source, and tiles; made once, kept on the graph.
+"""What a graph's kernels walk: items of bounded work per target and per source, and tiles; kept on the graph.
 
 torch alone, on the graph's device.
 """
