@@ -83,6 +83,16 @@ class World:
             raise Elsewhere("the first process could not go on")
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes the device has in all; 0 if the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
 class Elsewhere(RuntimeError):
     """Another process has failed and says why."""
 

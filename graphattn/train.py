@@ -26,7 +26,7 @@ from graphattn.audit import find_leak
 from graphattn.checkpoint import Run, RunError
 from graphattn.config import TrainConfig, model_config
 from graphattn.data import Vocabulary, Windows, mix, read_text
-from graphattn.distributed import World
+from graphattn.distributed import World, memory_of
 from graphattn.gpt import GPT, cycle
 from graphattn.graph import Graph
 from graphattn.parse import parse
@@ -193,6 +193,7 @@ class _Trainer:
         self.device = world.device
         self.windows = Windows.split(vocabulary.encode(text).to(torch.int32), config.block, config.holdout)
         refuse_leak(config, graphs)
+        refuse_size(config, len(vocabulary), world)
         with _random_state(self.device):
             self.model = GPT(model_config(config, len(vocabulary)))
         self.model.reset_parameters(torch.Generator().manual_seed(mix(config.seed, "weights")))
@@ -420,6 +421,21 @@ def refuse_leak(config: TrainConfig, graphs: Sequence[Graph]) -> None:
     leak = find_leak(cycle(graphs, config.layers), targets=torch.arange(config.block) >= config.loss_from)
     if leak is not None:
         raise LeakError(f"the graph leaks what is to be predicted: {leak}; --allow-leak trains on it all the same")
+
+
+def refuse_size(config: TrainConfig, vocab: int, world: World) -> None:
+    """Raise ValueError, with the figure, for what can't fit into memory, rather than be killed for it on the way."""
+    width, layers = config.width, config.layers
+    weights = 12 * layers * width**2 + (vocab + config.block) * width
+    positions = config.batch * config.block // (config.accumulate * world.size)
+    # weight, gradient and two moments; per position at least the inputs of each matrix, and the predictions
+    needed = 16 * weights + 4 * positions * (10 * layers * width + 2 * vocab)
+    memory = memory_of(world.device)
+    if memory and needed > memory:
+        raise ValueError(
+            f"{weights:,} weights and {positions:,} positions at a time need at least {needed / 2**30:,.0f} GiB, there are "
+            f"{memory / 2**30:,.0f}: choose a smaller --width, --layers, --block or --batch, or --accumulate more"
+        )
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -251,6 +251,8 @@ def test_wrong_graphs(tmp_path) -> None:
         ({"graph": ["causal"] * 3}, "--graph must be at most one per layer"),
         ({"backend": "magic"}, "backend must be"),
         ({"block": 4000}, "window of block 4000 needs 4001"),
+        ({"width": 2**16, "layers": 1024}, "need at least [0-9,]+ GiB"),
+        ({"batch": 2**20, "width": 2**12}, "or --accumulate more"),
         ({"position": "rotary", "width": 6, "heads": 2}, "even number of features"),
     ],
 )
