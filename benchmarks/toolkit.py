@@ -297,7 +297,7 @@ def main(names: list[str]) -> None:
             continue
         run = subprocess.run([sys.executable, __file__, "--row", name], stdout=subprocess.PIPE, text=True)
         for line in run.stdout.splitlines():
-            print("| " + " | ".join(json.loads(line)) + " |", flush=True)
+            print("| " + " | ".join(cell.replace("|", r"\|") for cell in json.loads(line)) + " |", flush=True)
         if run.returncode:
             print(f"| {name} | failed: {run.returncode} | |", flush=True)
 
