@@ -433,8 +433,9 @@ def refuse_size(config: TrainConfig, vocab: int, world: World) -> None:
     memory = memory_of(world.device)
     if memory and needed > memory:
         raise ValueError(
-            f"{weights:,} weights and {positions:,} positions at a time need at least {needed / 2**30:,.0f} GiB, there are "
-            f"{memory / 2**30:,.0f}: choose a smaller --width, --layers, --block or --batch, or --accumulate more"
+            f"{weights:,} weights and {positions:,} positions at a time need at least {needed / 2**30:,.0f} GiB, "
+            f"there are {memory / 2**30:,.0f}: choose a smaller --width, --layers, --block or --batch, or "
+            "--accumulate more"
         )
 
 
