@@ -27,7 +27,9 @@ def main(argv: list[str] | None = None) -> bench.Report:
     p.add_argument("--data", default=str(Path(__file__).resolve().parents[2] / "shared" / "data"))
     p.add_argument("--json", default=None)
     p.add_argument("--md", default=None)
-    p.add_argument("--plots", default=None, help="folder for the two plots")
+    p.add_argument(
+        "--plots", default=None, help="folder for two plots: where dense and sparse cross, time and memory against T"
+    )
     a = p.parse_args(argv)
     if a.threads:
         torch.set_num_threads(a.threads)
@@ -37,6 +39,11 @@ def main(argv: list[str] | None = None) -> bench.Report:
     report = bench.run_bench(
         rows=rows, peers=peers, ours=ours, budget=a.budget, data=a.data, json_path=a.json, markdown_path=a.md
     )
+    if a.plots:
+        folder = Path(a.plots)
+        folder.mkdir(parents=True, exist_ok=True)
+        bench.plot_crossover(folder / "crossover.png")
+        bench.plot_scaling(folder / "scaling.png")
     return report
 
 

@@ -512,7 +512,6 @@ def _threads(n: int) -> Any:
 
 def peak_bytes(f: Callable[[], Any]) -> int | None:
     """Bytes by which the resident memory rose at most while `f` ran; None where the system (not Linux) hides it."""
-    gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -667,7 +666,7 @@ def _pyg(inputs: _Inputs) -> Contender:
         raise Unavailable("torch_geometric is not installed")
     from torch_geometric.nn import GATConv, TransformerConv
 
-    case, edge_index = _edge_list(inputs, 9)
+    case, edge_index = _edge_list(inputs, 6.5)
     g, common = case.graph, _by_head(case)
     if case.score == "additive":
         gat = GATConv(case.head_dim, case.head_dim, case.heads, negative_slope=0.2, add_self_loops=False, bias=False)
@@ -710,7 +709,7 @@ def _gather_scatter(q: Tensor, k: Tensor, v: Tensor, source: Tensor, target: Ten
 
 def _scatter(inputs: _Inputs, compiled: bool = False) -> Contender:
     _dot_only(inputs)
-    case, edge_index = _edge_list(inputs, 5 if compiled else 9)
+    case, edge_index = _edge_list(inputs, 3 if compiled else 6.5)
     q, k, v = _by_node(inputs)
     source, target = edge_index[0].contiguous(), edge_index[1].contiguous()
     run = torch.compile(_gather_scatter, dynamic=False) if compiled else _gather_scatter
@@ -1107,3 +1106,70 @@ def _markdown(report: Report) -> str:
 
 def _row(*cells: object) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def plot_crossover(
+    path: str | Path,
+    densities: Sequence[float] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+    t: int = 1024,
+    budget: float = 2.0,
+    **sizes: Any,
+) -> Report:
+    """Time of dense and of sparse routes against density, and where they cross: random masks of T x T.
+
+    Writes a picture to `path` (its suffix is the format) and returns the report behind it.
+    """
+    cases = [
+        Case(f"{d:g}", random_mask(t, d), **{"heads": 4, "ours": ("auto",), "peers": ("sdpa", "torch.sparse")} | sizes)
+        for d in densities
+    ]
+    return _plot(cases, list(densities), "share of pairs that are edges", f"random masks, T={t}", path, budget)
+
+
+def plot_scaling(
+    path: str | Path,
+    lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192),
+    size: int = 129,
+    budget: float = 2.0,
+    **sizes: Any,
+) -> Report:
+    """Time and peak memory against T for a window: lines for what grows with T, parabolas for what grows with T x T."""
+    cases = [
+        Case(str(t), patterns.window(t, size), **{"heads": 4, "ours": ("auto",), "peers": ("sdpa",)} | sizes)
+        for t in lengths
+    ]
+    return _plot(cases, list(lengths), "T", f"window of {size}", path, budget)
+
+
+def _plain_name(r: Result) -> str:
+    return r.contender.replace("SDPA + mask", "SDPA")  # a full graph needs no mask, and is the same line
+
+
+def _plot(cases: list[Case], x: list[float], label: str, title: str, path: str | Path, budget: float) -> Report:
+    from matplotlib.figure import Figure as Canvas
+
+    report = Report(machine(), limits())
+    for case in cases:
+        report.results += run_case(case, budget)
+    canvas = Canvas(figsize=(10, 4), layout="constrained")
+    seconds, memory = canvas.subplots(1, 2)
+    phase = cases[0].phases[-1]
+    names = dict.fromkeys(_plain_name(r) for r in report.results if r.seconds is not None)
+    for name in names:
+        found = {
+            float(r.case): r
+            for r in report.results
+            if _plain_name(r) == name and r.phase == phase and r.seconds is not None
+        }
+        at = [v for v in x if v in found]
+        if not at:
+            continue
+        seconds.plot(at, [1e3 * (found[v].seconds or 0.0) for v in at], marker="o", label=name)
+        memory.plot(at, [max(1e-2, (found[v].peak_bytes or 0) / 2**20) for v in at], marker="o", label=name)
+    for axes, what in ((seconds, "ms"), (memory, "peak MiB")):
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel=f"{phase}, {what}")
+        axes.grid(alpha=0.3)
+    seconds.legend()
+    canvas.suptitle(f"{title}; {report.machine['cpu']}, {report.machine['threads']} threads")
+    canvas.savefig(path, dpi=120)
+    return report

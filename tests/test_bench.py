@@ -191,3 +191,12 @@ def test_peak_memory_sees_a_large_array() -> None:
     if peak is None:
         pytest.skip("the system does not tell")
     assert 2**25 < peak < 2**28
+
+
+def test_plots_are_pictures(tmp_path: Path) -> None:
+    report = bench.plot_crossover(
+        tmp_path / "a.png", densities=(0.1, 0.5), t=16, budget=0.0, head_dim=4, peers=("sdpa",)
+    )
+    bench.plot_scaling(tmp_path / "b.svg", lengths=(16, 32), size=3, budget=0.0, head_dim=4, phases=("fwd",))
+    assert {r.case for r in report.results} == {"0.1", "0.5"}
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "b.svg").read_text()

@@ -50,7 +50,7 @@ def cost(call: Call) -> float:
     """A gathered row per edge and product, slower once keys and values are out of the caches; a price per head."""
     width = call.q.shape[-1] + call.v.shape[-1]
     pairs = call.batch * call.heads
-    passes = 3.0 if call.needs_grad else 1.0
+    passes = 3.4 if call.needs_grad else 1.0
     each = 7e-9 + width * 0.06e-9
     gathered = call.graph.s * width * (8 if call.wide == torch.float64 else 4)
     each *= 1.0 if gathered < 2**22 else 1.5 if gathered < 2**25 else 4.0

@@ -37,8 +37,8 @@ def cost(call: Call) -> float:
     each = 2 * width / 95e9 + (1.5e-9 if graph.is_full() else 4e-9)
     if cells * (8 if call.wide == torch.float64 else 4) > 2**25:
         each += 8e-9
-    if not call.plain:
-        each += 4e-9
+    if call.bias is not None or call.position is not None or call.softcap is not None or call.dropout:
+        each += 2e-9
     return 45e-6 * passes + passes * cells * each / threads
 
 

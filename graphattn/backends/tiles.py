@@ -99,7 +99,11 @@ def cost(call: Call) -> float:
     shape = outline(call.graph, pairs)
     if shape is None:
         return math.inf
-    return seconds(shape, pairs, call.q.shape[-1] + call.v.shape[-1], call.needs_grad)
+    estimate = seconds(shape, pairs, call.q.shape[-1] + call.v.shape[-1], call.needs_grad)
+    # each option is another few passes over the cells; hashing 64-bit integers is many
+    extra = (call.score.name != "dot") + (call.softcap is not None) + (call.position is not None)
+    extra += 4 * (call.bias is not None) + (40 if call.dropout and call.seed is not None else 4 * (call.dropout > 0))
+    return estimate + extra * pairs * shape.cells * (2e-9 if call.needs_grad else 1e-9) / torch.get_num_threads()
 
 
 def _shared(call: Call) -> int:
