@@ -478,13 +478,14 @@ def compiled(variant: tuple[Any, ...], capability: int) -> dict[str, int]:
     """Registers a thread, bytes spilled and bytes of shared memory of one kernel on one architecture."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
     kernel, types, constants, facts, options, _ = variant
     done = triton.compile(
         ASTSource(kernel, types, constants, facts), target=GPUTarget("cuda", capability, 32), options=options
     )
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    ptxas = get_ptxas(capability).path  # the one triton itself uses for this architecture
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(done.asm["ptx"])
