@@ -408,6 +408,7 @@ def test_compare_counts_kinds_of_edges() -> None:
         "16 edges in 5 of 5 rows (4 from the past, 5 to oneself, 7 from the future), sources 0..4, first 0 -> 0" in text
     )
     assert "5 targets without a source in b, but not in a" in text
+    assert "7 edges in 4 of 5 rows (7 from the future)" in str(ga.compare(ga.band(5, -1, 2), ga.empty(5)))
     a, b = ga.from_mask(torch.rand(2, 1, 5, 7) < 0.5), ga.from_mask(torch.rand(1, 3, 5, 7) < 0.5)
     assert ga.compare(a, b).only_a == a - b and "batch" in str(ga.compare(a, b))
     with pytest.raises(ValueError):
