@@ -78,6 +78,7 @@ enum SourcePlanField {
   S_ENTRY_E,      // i64: first edge, in the row list's own numbering
   S_HUB,          // hubs x {block, first piece, end piece}
   S_HUB_LEAD, S_PIECE_LEAD,
+  S_SINGLE,       // 1: every entry is one edge, and they lie by source
   S_SIZE = 24
 };
 

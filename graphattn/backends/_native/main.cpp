@@ -388,6 +388,8 @@ EXPORT i64 *ga_source_plan(const i64 *indptr, const i64 *start, const i64 *stop,
   int shift = 6;
   while (shift < 10 && runs * ((i64)1 << shift) < edges) shift++;
   const i64 size = (i64)1 << shift, blocks = (tk + size - 1) / size;
+  // where most runs are one source, entries are edges ordered by source: its gradient then stays in registers
+  const bool single = edges < 2 * runs;
   std::vector<i64> ptr(leads * blocks + 1, 0);
   std::vector<i64> weight(leads * blocks, 0);
   auto each = [&](auto f) {
@@ -396,7 +398,9 @@ EXPORT i64 *ga_source_plan(const i64 *indptr, const i64 *start, const i64 *stop,
         const i64 row = lead * t + rows[r];
         for (i64 u = indptr[row]; u < indptr[row + 1]; u++)
           for (i64 j = start[u]; j < stop[u];) {
-            const i64 b = j >> shift, end = (b + 1) << shift < stop[u] ? (b + 1) << shift : stop[u];
+            const i64 b = j >> shift;
+            i64 end = (b + 1) << shift < stop[u] ? (b + 1) << shift : stop[u];
+            if (single) end = j + 1;
             f(lead * blocks + b, r, row, u, j, end - j);
             j = end;
           }
@@ -407,8 +411,13 @@ EXPORT i64 *ga_source_plan(const i64 *indptr, const i64 *start, const i64 *stop,
   const i64 total = ptr[leads * blocks];
   Ints er(total), ej(total), en(total);
   Longs ee(total), fill(ptr.begin(), ptr.end() - 1);
+  if (single) {
+    fill.assign(leads * tk + 1, 0);
+    each([&](i64 b, i64, i64, i64, i64 j, i64) { fill[b / blocks * tk + j + 1]++; });
+    for (i64 x = 0; x < leads * tk; x++) fill[x + 1] += fill[x];
+  }
   each([&](i64 b, i64 r, i64 row, i64 u, i64 j, i64 n) {
-    const i64 x = fill[b]++;
+    const i64 x = single ? fill[b / blocks * tk + j]++ : fill[b]++;
     er[x] = (int32_t)r;
     ej[x] = (int32_t)j;
     en[x] = (int32_t)n;
@@ -441,6 +450,7 @@ EXPORT i64 *ga_source_plan(const i64 *indptr, const i64 *start, const i64 *stop,
     piece_lead.push_back(pieces);
   }
   Writer w(S_SIZE);
+  w.out[S_SINGLE] = single;
   w.out[S_SHIFT] = shift;
   w.out[S_BLOCKS] = blocks;
   w.out[S_UNITS] = (i64)units.size() / 5;

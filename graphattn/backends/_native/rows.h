@@ -645,6 +645,33 @@ static void source_unit(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 n0,
   const i64 *row_edge = plan_i64(plan, P_ROW_EDGE), e_lead = row_edge[plan_i64(plan, P_ROW_LEAD)[hd.lead]];
   const i64 line = 64 / sizeof(T);
   const bool direct = stash && a.score == 0;
+  if (direct && sp[S_SINGLE]) {
+    constexpr i64 FAR = 24;
+    const i64 wide_k = pad16(a.D), wide_v = pad16(a.DV);
+    for (i64 t = n0; t < n1;) {
+      const i64 j = ej[t];
+      i64 n = 0;
+      for (; t < n1 && ej[t] == j && n < BLOCK; t++, n++) {
+        if (t + FAR < n1) {
+          const i64 i2 = rows[er[t + FAR]];
+          for (i64 c = 0; c < a.D; c += line) prefetch(hd.q + i2 * a.qt + c);
+          for (i64 c = 0; c < a.DV; c += line) prefetch(hd.go + i2 * a.gt + c);
+          prefetch(stash + 2 * (ee[t + FAR] - e_lead));
+        }
+        const T *pd = stash + 2 * (ee[t] - e_lead);
+        w.idx[n] = rows[er[t]];
+        w.p[n] = pd[0];
+        w.ds[n] = pd[1] * hd.scale;
+      }
+      clear<T>(w.acc, wide_k);
+      weighted<T>(w.ds, hd.q, a.qt, w.idx, n, a.D, w.acc);
+      axpy<T>((T)1, w.acc, a.D, dk + (j - j_base) * dk_t);
+      clear<T>(w.acc, wide_v);
+      weighted<T>(w.p, hd.go, a.gt, w.idx, n, a.DV, w.acc);
+      axpy<T>((T)1, w.acc, a.DV, dv + (j - j_base) * dv_t);
+    }
+    return;
+  }
   for (i64 t = n0; t < n1; t++) {
     const i64 i = rows[er[t]], j = ej[t], n = en[t], row = hd.lead * a.TQ + i;
     const i64 e_own = ee[t];                                                // number within the row list
