@@ -8,20 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..blocks import tiling
 from ..graph import Graph
+from ..order import tile_fill
 from .flow import _check, coverage, find_leak, receptive_field
 
 # words of bits a page may unite for exact receptive fields (seconds); beyond, those of some targets are told
 _WORK = 10**9
 _SAMPLE = 9
-
-
-def _tile_fill(graph: Graph, tile: int = 64) -> float:
-    """Edges over the cells of all `tile` x `tile` tiles that hold one."""
-    tiles = tiling(graph, tile, tile)
-    cells = (tiles.some.num_edges + tiles.all.num_edges) * tile * tile
-    return graph.num_edges / cells if cells else 1.0
 
 
 def audit_page(
@@ -47,7 +40,7 @@ def audit_page(
         g = layers[i]
         name = f": {names[i]}" if names else ""
         lines += [f"layer{'s' if len(which) > 1 else ''} {_ranges(which)}{name}", f"  {g!r}", f"  {_degrees(g)}"]
-        lines.append(f"  {g.num_runs} runs, tiles of {tile} x {tile} are {100 * _tile_fill(g, tile):.1f}% full")
+        lines.append(f"  {g.num_runs} runs, tiles of {tile} x {tile} are {100 * tile_fill(g, tile):.1f}% full")
     lines += [
         "",
         f"receptive field of a target, itself included, of {t} sources" + (f" (sample {batch})" if samples else ""),
