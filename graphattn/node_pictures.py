@@ -70,8 +70,11 @@ def neighbourhood(
         names.append(f"{n}: {int(guess[n])}{wrong}")
     layout = _spread(nx.Graph(list(zip(source.tolist(), target.tolist(), strict=True))), part.t)
     whom, lit = ("each member", None) if graph.t <= _FEW else (f"node {node}", int((near == node).nonzero()))
-    title = f"{data.name}: whom {whom} reads (first layer, mean of heads)\nlabels: node: predicted class (true class, if wrong)"
-    ax = _draw(part, weights[at], layout=layout, labels=names, highlight=lit, title=title)  # type: ignore[operator]
+    title = f"{data.name}: whom {whom} reads\nnode: predicted class (true one, if wrong)"
+    ax = _draw(  # type: ignore[operator]
+        part, weights[at], layout=layout, labels=names, highlight=lit, title=title,
+        measure="attention weight, first layer, mean of heads",
+    )  # fmt: skip
     return ax.figure
 
 
