@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,7 +59,8 @@ def test_each_example_is_in_the_table() -> None:
 
 def test_examples_run_as_commands(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "cross_head.py", "--steps", "2", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": path})
     assert done.stdout.splitlines()[-1].startswith("result: ")
     assert (tmp_path / "cross_head.png").exists()
 
