@@ -17,16 +17,21 @@ from .nodes import NodeClassifier
 _FEW = 60  # a graph of at most so many nodes is drawn whole
 
 
+def picture_files(data: NodeData, folder: Path) -> list[Path]:
+    """Where `save_pictures` writes."""
+    return [folder / f"{data.name}-neighbourhood.png", folder / f"{data.name}-confusion.png"]
+
+
 def save_pictures(
     model: NodeClassifier, data: NodeData, x: Tensor | SparseFeatures, graph: Graph, split: int, folder: Path
 ) -> list[Path]:
-    """Write `NAME-neighbourhood.png` and `NAME-confusion.png`; x and graph as the model was trained on them."""
+    """Write a neighbourhood and a confusion matrix; x and graph as the model was trained on them."""
     model.eval()
     with torch.no_grad():
         guess = model(x, graph).argmax(-1)
     test = data.test[split]
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{data.name}-neighbourhood.png", folder / f"{data.name}-confusion.png"]
+    files = picture_files(data, folder)
     figure = neighbourhood(model, data, x, graph, centre(data, graph, guess, test), guess)
     figure.savefig(files[0], dpi=150)
     confusion(data.y[test], guess[test], data.classes, data.name).savefig(files[1], dpi=150)

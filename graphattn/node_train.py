@@ -312,12 +312,14 @@ def nodes(
     runs = [found[f"split {split} seed {seed}"] for split, seed in pairs]
     summary = Summary(data.name, data.metric, chosen, runs, file)
     if pictures:
-        from .node_pictures import save_pictures
+        from .node_pictures import picture_files, save_pictures
 
-        if first is None:
+        summary.pictures = picture_files(data, Path(out))
+        if first is None and not all(file.exists() for file in summary.pictures):
             first = fit(data, chosen, seed=pairs[0][1], split=pairs[0][0], backend=backend, progress=not quiet)
-        x, graph = prepare(data, chosen)
-        summary.pictures = save_pictures(first.model, data, x, graph, pairs[0][0], Path(out))
+        if first is not None:
+            x, graph = prepare(data, chosen)
+            save_pictures(first.model, data, x, graph, pairs[0][0], Path(out))
     say(summary)
     return summary
 

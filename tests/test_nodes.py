@@ -379,6 +379,9 @@ def test_karate_from_one_label_a_side(tmp_path):
         "karate-confusion.png", "karate-neighbourhood.png", "karate-published.json",
     ]  # fmt: skip
     assert all(p.stat().st_size > 20_000 for p in found.pictures)
+    made = [p.stat().st_mtime_ns for p in found.pictures]
+    again = nodes("karate", seeds=1, out=str(tmp_path), quiet=True)  # nothing is trained or drawn again
+    assert [p.stat().st_mtime_ns for p in again.pictures] == made
 
 
 def test_resumes_without_training_again(tmp_path, monkeypatch):
@@ -416,6 +419,9 @@ def test_nodes_refuses(tmp_path):
 def test_recipes_fall_back():
     assert recipe_for("published", "something of mine") == RECIPES["published"]["cora"]
     assert recipe_for("published", "pubmed").out_heads == 8
+    assert recipe_for("best", "something of mine") == RECIPES["best"]["cora"]
+    assert recipe_for("best", "karate") == RECIPES["published"]["karate"]
+    assert recipe_for("published", "minesweeper") == RECIPES["best"]["minesweeper"]
 
 
 @needs_data
