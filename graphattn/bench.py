@@ -252,7 +252,7 @@ def run_case(case: Case, budget: float = 20.0, say: Callable[[str], None] = lamb
             found.append(r)
             size = "-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.1f} MiB"
             say(
-                f"  {n:<26} {phase:<8} {median * 1e3:10.3f} ms (best {r.best * 1e3:.3f})  x{r.rounds:<3} "
+                f"  {n:<26} {phase:<8} {median * 1e3:10.3f} ms (best {min(times[n]) * 1e3:.3f})  x{r.rounds:<3} "
                 f"{r.gflops:7.1f} GFLOP/s  peak {size:>11}  err {r.error:.1e}"
             )
         for n, (c, _, _) in alive.items():
@@ -325,7 +325,8 @@ class _Inputs:
         leaves = [x.detach().double().requires_grad_() for x in self.leaves]
         x, n, h, d = leaves[0], self.case.graph.t, self.case.heads, self.case.head_dim
         qkv = [F.linear(x, leaves[i], leaves[i + 1]).view(n, h, d).transpose(0, 1)[None] for i in (1, 3, 5)]
-        out, grads = exact(self.case.graph, *(y.detach() for y in qkv), go, self.blocks, self.scale, "dot")
+        q, k, v = (y.detach() for y in qkv)
+        out, grads = exact(self.case.graph, q, k, v, go, self.blocks, self.scale, "dot")
         return out[:, :, self.rows], torch.autograd.grad(qkv, leaves, list(grads))
 
 
@@ -338,7 +339,7 @@ def exact(
     blocks: Iterable[tuple[int, int]],
     scale: float,
     score: str,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Attention and its gradient in the inputs' (double) precision, one block of targets at a time, by autograd.
 
     Shares no code with the backends.  `go` must be 0 outside the blocks; outputs are right inside them.
@@ -587,7 +588,7 @@ def _dot_only(inputs: _Inputs, projections: bool = False) -> Case:
 def _sdpa(inputs: _Inputs) -> Contender:
     case, g = _dot_only(inputs), inputs.case.graph
     q, k, v = inputs.q, inputs.k, inputs.v
-    gqa = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+    gqa: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     if g.is_full() or (g.is_causal() and g.t == g.s):
         causal = not g.is_full()
         return Contender("", lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, **gqa), inputs.leaves)
@@ -1005,7 +1006,8 @@ def limits(seconds: float = 0.4) -> dict[str, float]:
 
     def best(f: Callable[[], Any]) -> float:
         f()
-        times, end = [], time.perf_counter() + seconds
+        end = time.perf_counter() + seconds
+        times: list[float] = []
         while time.perf_counter() < end or len(times) < 3:
             began = time.perf_counter()
             f()
@@ -1119,10 +1121,8 @@ def plot_crossover(
 
     Writes a picture to `path` (its suffix is the format) and returns the report behind it.
     """
-    cases = [
-        Case(f"{d:g}", random_mask(t, d), **{"heads": 4, "ours": ("auto",), "peers": ("sdpa", "torch.sparse")} | sizes)
-        for d in densities
-    ]
+    own: dict[str, Any] = {"heads": 4, "ours": ("auto",), "peers": ("sdpa", "torch.sparse"), **sizes}
+    cases = [Case(f"{d:g}", random_mask(t, d), **own) for d in densities]
     return _plot(cases, list(densities), "share of pairs that are edges", f"random masks, T={t}", path, budget)
 
 
@@ -1134,10 +1134,8 @@ def plot_scaling(
     **sizes: Any,
 ) -> Report:
     """Time and peak memory against T for a window: lines for what grows with T, parabolas for what grows with T x T."""
-    cases = [
-        Case(str(t), patterns.window(t, size), **{"heads": 4, "ours": ("auto",), "peers": ("sdpa",)} | sizes)
-        for t in lengths
-    ]
+    own: dict[str, Any] = {"heads": 4, "ours": ("auto",), "peers": ("sdpa",), **sizes}
+    cases = [Case(str(t), patterns.window(t, size), **own) for t in lengths]
     return _plot(cases, list(lengths), "T", f"window of {size}", path, budget)
 
 

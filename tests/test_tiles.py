@@ -150,7 +150,7 @@ def test_real_block_sizes() -> None:
     """The constants as they are: joined blocks, trimmed first ones, a last one that is shorter."""
     graph = ga.window(333, 40)
     groups = tiles.plan(graph).groups
-    assert max(g.count for g in groups) > 1 and groups[-1].rows < groups[0].rows
+    assert max(g.size for g in groups) > 1 and groups[-1].rows < groups[0].rows
     check(graph, batch=1, heads=2, kv_heads=1)
 
 
@@ -219,7 +219,7 @@ def test_the_plan_is_made_once_and_covers_the_edges() -> None:
         assert plan.cells >= graph.num_edges, name
         covered = torch.zeros(graph.rows, graph.s, dtype=torch.bool)
         for g in plan.groups:
-            for j in range(g.count):
+            for j in range(g.size):
                 a = g.lead * graph.t + g.first + j * g.rows
                 for p in g.parts:
                     low = p.first + j * p.step

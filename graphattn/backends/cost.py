@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def _once(module: Any, call: Call, go: Tensor) -> None:
         torch.autograd.grad(out, (call.q, call.k, call.v), go)
 
 
-def _time(work: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:
+def _time(work: Mapping[str, Callable[[], None]], seconds: float) -> dict[str, float]:
     """The best time of each, in turns, so that all meet the same machine."""
     best = dict.fromkeys(work, math.inf)
     for f in work.values():

@@ -47,12 +47,12 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """`count` blocks of `rows` consecutive targets from `first` on, each with the same parts and hidden pairs."""
+    """`size` blocks of `rows` consecutive targets from `first` on, each with the same parts and hidden pairs."""
 
     lead: int
     first: int
     rows: int
-    count: int
+    size: int
     parts: tuple[Part, ...]
     width: int
     # (column, column, which are hidden): the only columns of the spans that need a mask
@@ -279,20 +279,20 @@ def _same_as_before(graph: Graph, cuts: Tensor, owner: Tensor, low: Tensor) -> l
 
 def _join(group: Group, spans: list[tuple[int, int]], rows: int, lead: int, first: int) -> Group | None:
     """The group with one more block, if that block continues it."""
-    if lead != group.lead or rows != group.rows or first != group.first + group.count * rows:
+    if lead != group.lead or rows != group.rows or first != group.first + group.size * rows:
         return None
     if len(spans) != len(group.parts):
         return None
     parts = []
     for (low, width), p in zip(spans, group.parts, strict=True):
-        step = low - p.first if group.count == 1 else p.step
-        if width != p.width or low != p.first + group.count * step:
+        step = low - p.first if group.size == 1 else p.step
+        if width != p.width or low != p.first + group.size * step:
             return None
         # gradients of overlapping spans are added in slices of one step
         if step < 0 or (0 < step < LEAST_STEP) or (step and width > 64 * step):
             return None
         parts.append(Part(p.first, width, step))
-    return group._replace(count=group.count + 1, parts=tuple(parts))
+    return group._replace(size=group.size + 1, parts=tuple(parts))
 
 
 def _edges(
@@ -497,14 +497,14 @@ def _chunks(groups: list[Group], pairs: int) -> Iterator[_Chunk]:
     for g in groups:
         tile = g.rows * g.width
         together = max(1, CELLS // tile)
-        by_pair = pairs * -(-g.count // together)
-        by_block = g.count * -(-pairs // together)
-        if g.count > 1 and by_pair <= by_block:
+        by_pair = pairs * -(-g.size // together)
+        by_block = g.size * -(-pairs // together)
+        if g.size > 1 and by_pair <= by_block:
             for i in range(pairs):
-                for j in range(0, g.count, together):
-                    yield _Chunk(g, slice(i, i + 1), j, min(together, g.count - j))
+                for j in range(0, g.size, together):
+                    yield _Chunk(g, slice(i, i + 1), j, min(together, g.size - j))
         else:
-            for j in range(g.count):
+            for j in range(g.size):
                 for i in range(0, pairs, together):
                     yield _Chunk(g, slice(i, min(i + together, pairs)), j, 1)
 
@@ -645,7 +645,7 @@ def _wide(q: Tensor, k: Tensor, v: Tensor, work: _Work, wide: torch.dtype) -> tu
 
 def _covers(plan: Plan, graph: Graph) -> bool:
     """Every target is in a block, so that outputs need no zeros first."""
-    return sum(g.rows * g.count for g in plan.groups) == graph.rows
+    return sum(g.rows * g.size for g in plan.groups) == graph.rows
 
 
 def _scores(
