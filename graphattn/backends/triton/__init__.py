@@ -95,12 +95,12 @@ def in_tiles(call: Call) -> bool:
 
 
 def tile_size(call: Call, by_source: bool = False) -> tuple[int, int]:
-    """Targets and sources of a tile, sizes at which no register is spilled."""
+    """Targets and sources of a tile: sizes that spill no register in 16 bits, and few in float32 wider than 64."""
     if interpreted() and call.q.device.type == "cpu":
         return (32, 32) if by_source else (16, 32)
     width = max(call.q.shape[-1], call.v.shape[-1])
     if call.q.dtype == torch.float32:
-        return (32, 32) if width <= 64 else (16, 32)
+        return (32, 32) if width <= 64 or by_source else (16, 32)
     if width > 128:
         return 64, 32
     if by_source:

@@ -521,7 +521,7 @@ def _precision(q: Tensor) -> str:
 def tile_launch(kernel: str, width: int, dtype: torch.dtype) -> dict[str, int]:
     """Warps and pipeline stages of a tile kernel."""
     if dtype == torch.float32:
-        return {"num_warps": 8 if width <= 64 else 4, "num_stages": 1}
+        return {"num_warps": 8 if width <= 64 or kernel == "sources" else 4, "num_stages": 1}
     return {"num_warps": 8, "num_stages": 3 if kernel == "forward" and width <= 64 else 2}
 
 
