@@ -149,7 +149,7 @@ def test_the_kernels_in_the_interpreter() -> None:
     if INTERPRETED or DEVICE == "cuda":
         pytest.skip("they run in this process")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-k", "kernels", __file__]
+    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-k", "kernels", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     if "does not fit this numpy" in done.stdout:
