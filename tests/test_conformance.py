@@ -285,7 +285,8 @@ def test_sizes_of_zero(backend: str) -> None:
             continue
         assert out.shape == (b, h, t, d)
         out.sum().backward()
-        assert q.grad is not None and q.grad.shape == q.shape and (q.grad == 0).all()
+        for x in (q, k, v):
+            assert x.grad is not None and x.grad.shape == x.shape and (x.grad == 0).all()
         if s == 0:
             assert (out == 0).all()
 

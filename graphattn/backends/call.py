@@ -91,12 +91,25 @@ class Call:
         return self.k.repeat_interleave(groups, 1), self.v.repeat_interleave(groups, 1)
 
     def zeros(self) -> tuple[Tensor, Tensor]:
-        """The answer where nothing is read: out 0, lse -inf, tied to the inputs so that gradients are 0."""
-        out = self.q.new_zeros(*self.q.shape[:3], self.v.shape[-1])
-        tie = self.q.sum(-1, keepdim=True) * 0 if self.needs_grad else None
-        if tie is not None:
-            out = out + torch.nan_to_num(tie).to(out.dtype) * 0
-        return out, torch.full(self.q.shape[:3], -math.inf, dtype=self.wide, device=self.q.device)
+        """The answer where nothing is read: out 0, lse -inf, tied to every input so that all gradients are 0."""
+        lse = torch.full(self.q.shape[:3], -math.inf, dtype=self.wide, device=self.q.device)
+        shape = (*self.q.shape[:3], self.v.shape[-1])
+        if not self.needs_grad:
+            return self.q.new_zeros(shape), lse
+        return _Nothing.apply(shape, self.q, self.k, self.v, *(x for x in learnt(self) if x is not None)), lse
+
+
+class _Nothing(torch.autograd.Function):
+    """Zeros that depend on nothing: gradients are 0 whatever the inputs hold, NaN included."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return inputs[0].new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.zeros_like(x) for x in ctx.saved_tensors)
 
 
 def make_call(

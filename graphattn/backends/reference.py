@@ -55,7 +55,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
                     p = p * torch.tensor(_kept(call, b, h, i, sources), dtype=p.dtype, device=p.device) / (1 - call.dropout)
                 outs.append(p @ value)
                 lses.append(lse)
-    if not outs:
+    if graph.num_edges == 0 or not outs:
         return call.zeros()
     out = torch.stack(outs).view(batch, heads, t, v.shape[-1]).to(call.q.dtype)
     return out, torch.stack(lses).view(batch, heads, t).to(call.wide)
