@@ -53,11 +53,12 @@ class GraphRecipe:
         )  # fmt: skip
 
 
+# chosen on the validation graphs of the first split
 RECIPES: dict[str, GraphRecipe] = {
     "mutag": GraphRecipe(),
-    "proteins": GraphRecipe(width=32, layers=3, dropout=0.5, epochs=40, weight_decay=1e-2),
-    "nci1": GraphRecipe(pools=("mean", "max", "sum")),
-    "esol": GraphRecipe(dropout=0.1, batch=32, epochs=120, pools=("mean", "max", "sum"), average=0.99),
+    "proteins": GraphRecipe(width=32, layers=3, dropout=0.1, epochs=15, weight_decay=1e-2),
+    "nci1": GraphRecipe(pools=("mean", "max", "sum"), dropout=0.1, epochs=12),
+    "esol": GraphRecipe(dropout=0.1, batch=32, epochs=40, pools=("mean", "max", "sum"), average=0.9),
 }
 
 
