@@ -71,7 +71,8 @@ _TWIN = Recipe(out_heads=8, lr=0.01, consistency=1.0, select="metric", epochs=30
 RECIPES: dict[str, dict[str, Recipe]] = {
     "published": {
         "cora": Recipe(),
-        "citeseer": Recipe(),
+        # values dropped too, as the authors' code does: better on CiteSeer's validation nodes
+        "citeseer": Recipe(value_dropout=0.6),
         "pubmed": Recipe(out_heads=8, lr=0.01, weight_decay=1e-3),
         # karate has nothing to validate on: this recipe was found by looking at all 34 members
         "karate": Recipe(score="dot", dropout=0.5, edge_dropout=0.5, epochs=300, consistency=1.0),
