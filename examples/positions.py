@@ -21,13 +21,15 @@ from graphattn.gpt import GPT, GPTConfig
 from graphattn.load import load
 
 
-def main(steps: int = 1000, text: str | None = None, out: str = "runs/examples/positions") -> dict[str, Any]:
+def main(
+    steps: int = 1000, lr: float = TrainConfig().lr, text: str | None = None, out: str = "runs/examples/positions"
+) -> dict[str, Any]:
     """`steps` of the preset cpu for each of the two decoders; the preset itself has 2000."""
     moved = permutation()
     bags = two_bags()
     leaked = degree_leak()
 
-    config = TrainConfig(steps=steps)
+    config = TrainConfig(steps=steps, lr=lr)
     words, _, windows = characters(text, config.block)
     position = {}
     for name in ("learned", "none"):
@@ -44,7 +46,7 @@ def main(steps: int = 1000, text: str | None = None, out: str = "runs/examples/p
     figure(out, "positions.png", picture(position))
     print(
         f"result: held-out loss with a position table {mean['learned']:.4f}, with none {mean['none']:.4f}, "
-        f"difference {gap:+.4f} after {steps} steps"
+        f"difference {gap:+.4f} after {steps} steps at learning rate {lr}"
     )
     return {"learned": mean["learned"], "none": mean["none"], "gap": gap, "position": position, "moved": moved,
             "bags": bags, "leaked": leaked}  # fmt: skip
@@ -124,7 +126,8 @@ def picture(position: dict[str, Tensor]) -> Any:
         ax.plot(losses.numpy(), line, color=color, label=f"positions: {name} ({float(losses.mean()):.3f} on average)")
     ax.set_xlabel("position in the window")
     ax.set_ylabel("held-out loss, nats per character")
-    ax.set_title("a decoder without position encoding trains nearly as well")
+    gap = float(position["none"].mean() - position["learned"].mean())
+    ax.set_title(f"a decoder learns without position encoding, {gap:+.3f} nats from one with it")
     ax.legend()
     return ax
 
