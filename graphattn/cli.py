@@ -1,4 +1,4 @@
-"""The command line: `graphattn train | sample | draw | audit | bench`.
+"""The command line: `graphattn train | sample | draw | audit | bench | nodes`.
 
 Nothing heavy is imported before a command needs it.  What goes wrong is one line on stderr and an exit code that is
 not 0: 2 for the command line itself, 1 for the rest, 130 or 143 after Ctrl-C or SIGTERM.
@@ -21,9 +21,10 @@ An attention mask is a graph, and the graph is an input.
 commands:
   train    train a character GPT on any graph, or go on with a run
   sample   continue a prompt with a trained model
-  draw     draw a graph as a picture
-  audit    say whether a graph lets a position read what it predicts
+  draw     draw a graph, or what a trained run attends to
+  audit    say what a graph lets through: degrees, receptive fields, leak or not
   bench    time attention over a graph, against what else is installed
+  nodes    train a node classifier on graph data (karate needs no files)
 
 `graphattn COMMAND --help` lists the options.  Graphs are written as expressions:
 
@@ -331,33 +332,88 @@ class _Printer:
 def draw(argv: Sequence[str]) -> int:
     from pathlib import Path
 
-    parser = _parser("draw", "Draw a graph, from an expression or a run.")
+    parser = _parser("draw", "Draw a graph, from an expression or a run; or what a trained run attends to.")
+    parser.add_argument("run", nargs="?", type=str, help="run folder whose graphs are drawn instead of --graph")
+    parser.add_argument("--run", dest="run_option", type=str, help="the same as an option")
+    parser.add_argument("--prompt", type=str, help="with a run: draw what each layer and head attends to in this text")
     parser.add_argument("--graph", action="append", help="expression; several give a picture each, NAME-0, NAME-1, ...")
-    parser.add_argument("--run", type=str, help="draw the graphs of this run instead")
     parser.add_argument("--size", type=int, help="number of targets, and of sources")
     parser.add_argument("--sources", type=int, help="number of sources, if it is another")
     parser.add_argument("--layout", type=str, default="auto", help="auto, matrix, circle, line or columns")
-    parser.add_argument("-o", "--out", type=str, required=True, help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("-o", "--out", type=str, required=True, help=f"file to write: {', '.join(_ENDINGS)}")
     given = _parse(parser, argv)
+    if given["run"] is not None and given["run_option"] is not None:
+        raise UsageError("the run is given twice: leave out --run")
+    given["run"] = given["run"] or given["run_option"]
     out = Path(given["out"])
-    kind = out.suffix.lower().lstrip(".")
-    if kind not in ("png", "svg", "pdf"):
-        raise UsageError(f"--out must end in .png, .svg or .pdf, got {out}")
+    kind = _check_ending(given["out"], _ENDINGS)
+    if given["prompt"] is not None:
+        return _draw_attention(given, out, kind)
     graphs, names = _sized_graphs(given)
 
-    import io
-
     from graphattn.checkpoint import write_atomic
-    from graphattn.draw import draw as draw_graph
 
     for n, (graph, name) in enumerate(zip(graphs, names, strict=True)):
-        raw = io.BytesIO()
-        ax = draw_graph(graph, layout=given["layout"], title=f"{name}\n{graph!r}")
-        figure: Any = ax.figure
-        figure.savefig(raw, format=kind, dpi=150)
         path = out if len(graphs) == 1 else out.with_stem(f"{out.stem}-{n}")
-        write_atomic(path, raw.getvalue())
+        if kind in ("png", "svg", "pdf"):
+            import io
+
+            from graphattn.draw import draw as draw_graph
+
+            raw = io.BytesIO()
+            figure: Any = draw_graph(graph, layout=given["layout"], title=f"{name}\n{graph!r}").figure
+            figure.savefig(raw, format=kind, dpi=150)
+            write_atomic(path, raw.getvalue())
+        else:
+            from graphattn.draw import export
+
+            export(path, graph, title=name)
         print(f"{path}: {graph!r}")
+    return 0
+
+
+_ENDINGS = ("png", "svg", "pdf", "html", "graphml", "dot")
+
+
+def _check_ending(out: str, endings: Sequence[str]) -> str:
+    kind = out.rpartition(".")[2].lower()
+    if kind not in endings:
+        raise UsageError(f"--out must end in .{', .'.join(endings)}; got {out}")
+    return kind
+
+
+def _draw_attention(given: dict[str, Any], out: Any, kind: str) -> int:
+    """What every layer and head of a run attends to in a prompt, as panels or as an interactive page."""
+    if given["run"] is None or given["graph"]:
+        raise UsageError("--prompt needs a run: graphattn draw RUN --prompt TEXT -o FILE")
+    if kind not in ("png", "svg", "pdf", "html"):
+        raise UsageError(f"attention weights are drawn as .png, .svg, .pdf or .html; got {out}")
+    from graphattn.checkpoint import Run
+
+    Run.open(given["run"])  # damage is found before torch is imported
+
+    import torch
+
+    from graphattn.draw import attention_of, draw_attention, save, to_html
+    from graphattn.load import load
+
+    loaded = load(given["run"])
+    try:
+        ids = loaded.vocabulary.encode(given["prompt"])
+    except ValueError as error:
+        raise ValueError(f"--prompt: {error}") from None
+    block = loaded.model.config.block
+    if not 1 <= len(ids) <= block:
+        raise ValueError(f"--prompt has {len(ids)} characters, but the run reads 1 to {block} at a time")
+    t = len(ids)
+    tokens = torch.as_tensor(ids).view(1, t)
+    graphs, weights = attention_of(loaded.model, tokens, [g[:t, :t] for g in loaded.graphs])
+    if kind == "html":
+        out.write_text(to_html(graphs, weights, list(given["prompt"]), title=given["prompt"]), encoding="utf-8")
+    else:
+        layout = "matrix" if given["layout"] == "auto" else given["layout"]
+        save(draw_attention(list(given["prompt"]), graphs, weights, layout=layout), out)
+    print(f"{out}: {len(graphs)} layers of {loaded.model.config.heads} heads over {t} characters")
     return 0
 
 
@@ -390,7 +446,10 @@ def audit(argv: Sequence[str]) -> int:
         "--loss-from", type=int, help="first position whose prediction counts (default 0, or the run's)"
     )
     parser.add_argument("--offset", type=int, default=1, help="position i predicts position i + offset")
+    parser.add_argument("-o", "--out", type=str, help="also save the page as a picture: .png, .svg or .pdf")
     given = _parse(parser, argv)
+    if given["out"] is not None:
+        _check_ending(given["out"], ("png", "svg", "pdf"))
     graphs, names = _sized_graphs(given)
     layers, loss_from = given["layers"], given["loss_from"]
     if given["run"] is not None:
@@ -405,18 +464,16 @@ def audit(argv: Sequence[str]) -> int:
 
     import torch
 
-    from graphattn.audit import find_leak
+    from graphattn.audit import audit_page, audit_picture, find_leak
     from graphattn.gpt import cycle
 
-    for name, graph in zip(names, graphs, strict=True):
-        print(f"{name}: {graph!r}")
-    counted = torch.arange(graphs[0].t) >= loss_from
-    leak = find_leak(cycle(graphs, layers), offset=given["offset"], targets=counted)
-    if leak is None:
-        print(f"no leak through {layers} layer{'s' if layers > 1 else ''}: no position reads what it predicts")
-        return 0
-    print(f"leak: {leak}")
-    return 1
+    stack, named = cycle(graphs, layers), [names[i % len(names)] for i in range(layers)]
+    options = {"offset": given["offset"], "targets": torch.arange(graphs[0].t) >= loss_from}
+    print(audit_page(stack, names=named, **options))
+    if given["out"] is not None:
+        audit_picture(stack, given["out"], names=named, **options)
+        print(f"\n{given['out']}: the same as a picture")
+    return 0 if find_leak(stack, **options) is None else 1
 
 
 def bench(argv: Sequence[str]) -> int:
@@ -448,12 +505,45 @@ def bench(argv: Sequence[str]) -> int:
     return 0
 
 
+# ---------------------------------------------------------------------- graph data
+
+
+def nodes(argv: Sequence[str]) -> int:
+    parser = _parser("nodes", "Train a node classifier with several seeds; results are kept, so a long run resumes.")
+    parser.add_argument("--dataset", type=str, default="karate", help="cora, citeseer, pubmed, minesweeper, tolokers, karate")
+    parser.add_argument("--path", type=str, help="its .npz, a folder that holds it, or the folder to download into")
+    parser.add_argument("--recipe", type=str, default="published", help="published or best")
+    parser.add_argument("--seeds", type=int, default=10, help="number of seeds")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--splits", type=int, default=1, help="how many of the dataset's splits")
+    parser.add_argument("--epochs", type=int, help="at most this many, instead of the recipe's")
+    parser.add_argument("--out", type=str, default="runs/nodes", help="folder of results and pictures")
+    parser.add_argument("--backend", type=str, default="auto")
+    parser.add_argument("--dense", action="store_true", help="keep features dense")
+    parser.add_argument("--quiet", action="store_true")
+    given = _parse(parser, argv)
+    if given["epochs"] is not None and given["epochs"] < 1:
+        raise UsageError(f"--epochs must be at least 1, got {given['epochs']}")
+
+    import os
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from graphattn.node_train import nodes as train_nodes
+
+    fields = ("dataset", "path", "recipe", "seeds", "first_seed", "splits", "out", "epochs", "dense", "backend", "quiet")
+    summary = train_nodes(**{k: given[k] for k in fields})
+    if given["quiet"]:
+        print(summary)
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sample": sample,
     "draw": draw,
     "audit": audit,
     "bench": bench,
+    "nodes": nodes,
 }
 
 if __name__ == "__main__":

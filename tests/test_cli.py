@@ -149,16 +149,30 @@ def test_draw(run, capsys) -> None:
     assert cli.main(["draw", "--graph", "causal", "--graph", "full", "--size", "4", "-o", "two.pdf"]) == 0
     assert Path("two-0.pdf").exists() and Path("two-1.pdf").exists()
     assert cli.main(["draw", "--run", run, "-o", "run.png"]) == 0
+    assert cli.main(["draw", run, "-o", "run.html"]) == 0
+    first = Path(run, "text.txt").read_text(encoding="utf-8")[:3]
+    for name in ("attention.png", "attention.html"):
+        assert cli.main(["draw", run, "--prompt", first, "-o", name]) == 0
+        assert Path(name).stat().st_size > 1000
+    assert "over 3 characters" in capsys.readouterr().out
 
 
 def test_audit(run, capsys) -> None:
     assert cli.main(["audit", "--graph", "causal", "--size", "64", "--layers", "4"]) == 0
-    assert "no leak through 4 layers" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no leak: " in said and "after  4 layers" in said and "a target reads 1 to 64 sources" in said
     assert cli.main(["audit", "--graph", "causal", "--graph", "full", "--size", "5"]) == 1
     assert "reads its own label" in capsys.readouterr().out
     assert cli.main(["audit", "--graph", "prefix(16)", "--size", "64", "--loss-from", "16"]) == 0
     assert cli.main(["audit", "--graph", "prefix(16)", "--size", "64"]) == 1
-    assert cli.main(["audit", "--run", run]) == 0
+    assert cli.main(["audit", "--run", run, "-o", "audit.png"]) == 0
+    assert Path("audit.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_nodes(capsys) -> None:
+    assert cli.main(["nodes", "--dataset", "karate", "--seeds", "1", "--epochs", "2", "--out", "nodes"]) == 0
+    assert "karate: test accuracy" in capsys.readouterr().out
+    assert Path("nodes", "karate-published.json").exists()
 
 
 # ---------------------------------------------------------------------- every wrong input is one line
@@ -221,7 +235,15 @@ WRONG = [
     ("sample {run} --device mars", "--device", 1),
     ("draw --graph causal -o x.png", "--size", 2),
     ("draw --size 8 -o x.png", "--graph", 2),
-    ("draw --graph causal --size 8 -o x.exe", ".png, .svg or .pdf", 2),
+    ("draw --graph causal --size 8 -o x.exe", "--out must end in .png, .svg, .pdf, .html, .graphml, .dot", 2),
+    ("draw --prompt abc -o x.png", "--prompt needs a run", 2),
+    ("draw {run} --prompt abc -o x.dot", "attention weights are drawn as", 2),
+    ("draw {run} --prompt \u20ac -o x.png", "--prompt: ", 1),
+    ("draw {run} --run {run} -o x.png", "given twice", 2),
+    ("audit --graph causal --size 5 -o x.txt", "--out must end in", 2),
+    ("nodes --dataset cora --path nowhere.npz", "nowhere.npz", 1),
+    ("nodes --recipe fast", "recipe", 1),
+    ("nodes --epochs 0", "--epochs", 2),
     ("draw --graph causal --size 8", "out", 2),
     ("draw --graph causal --size -8 -o x.png", "--size must be in", 2),
     ("draw --graph causal --size 99999999999 -o x.png", "--size must be in", 2),
