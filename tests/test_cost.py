@@ -36,7 +36,7 @@ def test_kinds() -> None:
 
 
 def test_a_factor_turns_the_choice() -> None:
-    graph, q = ga.causal(64), torch.zeros(2, 64, 16)
+    graph, q = ga.causal(512), torch.zeros(2, 512, 16)
     first = next(e.backend for e in ga.explain(graph, q, q, q) if e.chosen)
     cost._tables[torch.get_num_threads()] = {f"{first} causal forward": 1e6}
     table = ga.explain(graph, q, q, q)

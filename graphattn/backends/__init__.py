@@ -257,8 +257,10 @@ def _memory(module: ModuleType, call: Call) -> int:
 
 
 def _seconds(name: str, module: ModuleType, call: Call) -> float:
-    """The backend's estimate, times what calibration found it worth on this machine."""
-    return module.cost(call) * cost.factor(name, call)
+    """The backend's estimate, its part beyond the fixed price of a call times what calibration found on this machine."""
+    estimate = module.cost(call)
+    fixed = min(estimate, 1e-4)
+    return fixed + (estimate - fixed) * cost.factor(name, call)
 
 
 def _ranked(call: Call, quick: bool = False) -> list[tuple[float, str]]:
@@ -276,7 +278,7 @@ def _ranked(call: Call, quick: bool = False) -> list[tuple[float, str]]:
             else:
                 _rank(name, module, call, found)
     for name, module in late:
-        if not found or module.floor(call) * cost.factor(name, call) < min(found)[0]:
+        if not found or module.floor(call) * min(1.0, cost.factor(name, call)) < min(found)[0]:
             _rank(name, module, call, found)
     return sorted(found)
 
