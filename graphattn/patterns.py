@@ -352,6 +352,8 @@ def expander(t: int, degree: int, seed: int) -> Graph:
     t, degree = _size(t, "t"), _size(degree, "degree")
     if degree % 2:
         raise ValueError(f"degree must be even, two per cycle, got {degree}")
+    if degree > 2 * t:
+        raise ValueError(f"degree must be at most two per node, {2 * t}, got {degree}: full(t) has every edge")
     generator = torch.Generator().manual_seed(seed)
     keys = [torch.zeros(0, dtype=torch.int64)]
     for _ in range(degree // 2):
