@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,13 @@ def test_the_readme_names_only_what_exists() -> None:
         for name in row.replace("`", " ").split():
             if name.replace("_", "").isalpha() and name.islower() and "_" in name:
                 assert hasattr(ga, name), name
+
+
+def test_the_test_extra_has_the_tested_pins() -> None:
+    with open(Path(__file__).resolve().parents[1] / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)["project"]
+    extras = project["optional-dependencies"]
+    assert set(extras["tested"]) < set(extras["test"])
+    assert all("==" in pin for pin in extras["test"])
+    free = {d.split(">")[0].lower() for d in project["dependencies"]}
+    assert free == {d.split("==")[0].lower() for d in extras["tested"]}
