@@ -1,4 +1,14 @@
-"""graphattn: an attention mask is a graph, and the graph is an input."""
+"""graphattn: an attention mask is a graph, and the graph is an input.
+
+    g = ga.window(64, 16) | ga.global_tokens(64, [0])   patterns and set algebra; `ga.Graph` has the rest
+    out = ga.attend(q, k, v, g)                         exact attention; `ga.explain` says by which backend and why
+    ga.find_leak(g)                                     None, or the path on which a target reads its own label
+    ga.Head(128, 32, heads=4)(x, g)                     the module; `ga.GPT`, `ga.NodeClassifier` are built on it
+    ga.draw(g).figure.savefig("g.png")                  a picture; `ga.export` also writes HTML, GraphML, DOT
+
+In the package: patterns, convert, audit, order, scores, backends, head, gpt, seq2seq, nodes, graph_models, pyg, draw,
+train, cli.
+"""
 
 from __future__ import annotations
 
@@ -46,5 +56,8 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+__all__ = sorted(_MODULE_OF)
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+    return [*__all__, "__doc__", "__version__"]

@@ -123,7 +123,7 @@ def train(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=str, help="run folder to make (default: runs/1, runs/2, ...)")
     parser.add_argument("--resume", type=str, metavar="RUN", help="go on with this run; only --steps may go with it")
     parser.add_argument("--until", type=int, metavar="STEP", help="save and stop after this step, to go on later")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar and no lines about the run")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar and no lines about the run, only its result")
     names = []
     defaults = TrainConfig().as_dict()
     for f in fields(TrainConfig):

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -304,6 +304,12 @@ class Graph:
 
     def __bool__(self) -> bool:
         raise TypeError("the truth of a Graph is ambiguous: use graph.num_edges > 0, or a == b, a <= b")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("a Graph is not a sequence: graph.edges() gives the rows and sources of its edges")
+
+    def __contains__(self, edge: object) -> bool:
+        raise TypeError("which end of a pair comes first? to_mask(graph)[i, j] says whether target i reads source j")
 
     def to(self, device: torch.device | str) -> Graph:
         """The same graph on a device; itself if it is there already, and copied once."""

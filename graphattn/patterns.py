@@ -293,10 +293,10 @@ def fixed(t: int, stride: int, c: int = 1) -> Graph:
     return local | Graph._from_pieces(row, stop - c, stop, (t, t))
 
 
-def global_tokens(t: int, tokens: Tensor | Sequence[int]) -> Graph:
+def global_tokens(t: int, tokens: int | Tensor | Sequence[int]) -> Graph:
     """i in tokens or j in tokens: they read all and all read them (Longformer's [CLS], BigBird's global, ETC)."""
     t = _size(t, "t")
-    at = torch.unique(_lengths(tokens, "tokens"))
+    at = torch.unique(_lengths([tokens] if isinstance(tokens, int) else tokens, "tokens"))
     if at.numel() and int(at[-1]) >= t:
         raise ValueError(f"token {int(at[-1])} is out of range for {t} nodes")
     # sources: the same few runs for every row; targets: whole rows
@@ -394,6 +394,8 @@ def block_sparse(
         sizes: tokens of each target block, or one number for all.
         source_sizes: tokens of each source block, if they differ.
     """
+    if not isinstance(graph, Graph):
+        raise TypeError(f"graph must be a Graph over blocks, such as causal(8), got {type(graph).__name__}")
     if isinstance(sizes, int):
         sizes = [_size(sizes, "sizes")] * graph.t
         source_sizes = [sizes[0]] * graph.s if source_sizes is None and graph.t else source_sizes

@@ -91,6 +91,9 @@ def train(
             graphs = [parse(e, config.block) for e in config.graph]
         else:
             graphs = [graphs] if isinstance(graphs, Graph) else list(graphs)
+            for g in graphs:
+                if not isinstance(g, Graph):
+                    raise TypeError(f"graphs must be Graphs, got {g!r}: an expression goes into graph=['causal & band(16)']")
             config = config.replace(graph=[GIVEN] * len(graphs))
         vocabulary = Vocabulary.of(text)
         trainer = _Trainer(config, vocabulary, graphs, text, world, say, progress)
@@ -251,6 +254,7 @@ class _Trainer:
         stopped: int | None = None
         final: float | None = None
         saved = self.step
+        recent, held = None, ""  # what the bar shows: the running mean of the loss, the last evaluation
         with self._bar(last) as bar, _random_state(self.device):
             if run is not None:
                 run.reopen()
@@ -260,10 +264,12 @@ class _Trainer:
                     break
                 record = self._one_step(model, out)
                 better = False
+                recent = record["loss"] if recent is None else 0.98 * recent + 0.02 * record["loss"]
                 if config.holdout and (self.step % config.eval_every == 0 or self.step == config.steps):
                     record["val_loss"] = self.evaluate(config.eval_windows)
                     better = self.best is None or record["val_loss"] < self.best["val_loss"]
-                    bar.set_postfix_str(f"loss {record['loss']:.4f}, held out {record['val_loss']:.4f}", refresh=False)
+                    held = f", held out {record['val_loss']:.3f}"
+                bar.set_postfix_str(f"loss {recent:.3f}{held}", refresh=False)
                 if better:
                     self.best = {"step": self.step, "val_loss": record["val_loss"]}
                 self._on_first(run, partial(_log, run, record))

@@ -136,6 +136,10 @@ def test_values_are_immutable_hashable_and_survive_copies() -> None:
         Graph()
     with pytest.raises(TypeError, match="ambiguous"):
         bool(graph)
+    with pytest.raises(TypeError, match="not a sequence"):
+        list(graph)
+    with pytest.raises(TypeError, match="which end"):
+        _ = (3, 2) in graph
     assert copy.copy(graph) is graph and copy.deepcopy([graph])[0] is graph
     for other in (graph, ga.padding([3, 1], 5), ga.empty(0), ga.empty(3, 5)):
         again = pickle.loads(pickle.dumps(other))

@@ -40,7 +40,7 @@ def draw(
     vmin: float | None = None,
     vmax: float | None = None,
     measure: str = "attention weight",
-    color_bar: bool = True,
+    color_bar: bool | None = None,
 ) -> Axes:
     """Draw a graph as arrows or as a matrix, and return the Axes.
 
@@ -59,7 +59,8 @@ def draw(
         highlight: a target whose edges stand out.
         max_edges: the most arrows drawn.  Of more, the heaviest are kept, without weights an even sample, and the
             picture says so.
-        vmin, vmax, measure, color_bar: the colour scale, what the numbers are, and whether to show it.
+        vmin, vmax, measure, color_bar: the colour scale, what the numbers are, and whether to show it (default: on a
+            figure of its own; beside other Axes there is no room kept for it).
 
     Returns:
         The Axes.  A matrix beyond 512 nodes shows how full tiles are, computed from runs in O(runs).
@@ -87,7 +88,7 @@ def draw_view(
     highlight: int | None = None,
     max_edges: int = arrows.MAX_ARROWS,
     scale: palette.Scale = palette.scale,
-    color_bar: bool = True,
+    color_bar: bool | None = None,
     compact: bool = False,
 ) -> Axes:
     """`draw` of what is already one graph; `compact` for a small panel."""
@@ -95,6 +96,7 @@ def draw_view(
 
     graph = view.graph
     kind = _choose(graph, layout)
+    color_bar = ax is None if color_bar is None else color_bar
     if highlight is not None and not 0 <= highlight < graph.t:
         raise ValueError(f"highlight {highlight} is out of range: {graph!r} has {graph.t} targets")
     with mpl.rc_context(safe_fonts(target_labels, source_labels, [title or ""])):
@@ -110,7 +112,7 @@ def draw_view(
             ax = palette.new_axes(*scene.size(view)) if ax is None else ax
             _draw_scene(ax, view, scene, highlight, scale, color_bar, compact)
             note = scene.note
-        name = repr(graph) if title is None else drawn_title(title)
+        name = (view.name or repr(graph)) if title is None else drawn_title(title)
         small = ", ".join(x for x in (view.shown, note) if x)
         ax.set_title("\n".join(x for x in (name, small) if x), fontsize=8 if compact else 11, color=palette.INK)
     return ax

@@ -18,6 +18,7 @@ class View:
     value: Tensor | None  # (E,) float64 on the CPU, edge order
     measure: str  # what the value is, for the colour bar
     shown: str  # which of the leading axes, for the title; may be empty
+    name: str = ""  # of the graph it is a view of, where that has other axes
 
     def edges(self) -> tuple[Tensor, Tensor]:
         """`(target, source)`, each `(E,)`."""
@@ -43,7 +44,7 @@ def view_of(
         raise TypeError(
             f"draw takes a Graph, got {type(graph).__name__}: build one with ga.from_mask, ga.from_edge_index, ..."
         )
-    graph = graph.to("cpu")
+    graph = given = graph.to("cpu")
     value = None if weights is None else edge_values(graph, weights)
     owned = graph.lead or (1, 1)
     free = (1, 1) if value is None else tuple(value.shape[:2])
@@ -68,7 +69,7 @@ def view_of(
     shared = over and value is not None and weights is None
     if over:
         measure = f"share of {' x '.join(over)} with the edge" if shared else f"{measure}, mean of {' x '.join(over)}"
-    return View(graph, value, measure, ", ".join(words))
+    return View(graph, value, measure, ", ".join(words), repr(given) if over else "")
 
 
 def _without_lead(graph: Graph, value: Tensor | None, picks: list[int | None]) -> tuple[Graph, Tensor | None]:
