@@ -25,7 +25,8 @@ _WHERE = {
     "shared_prefix encoder_decoder expander k_hop shifted_window documents",
     "convert": "from_mask to_mask from_additive to_additive from_edge_index to_edge_index edge_ids from_csr to_csr "
     "from_scipy to_scipy from_networkx to_networkx from_pyg to_pyg from_predicate to_predicate from_block_mask "
-    "to_block_mask from_key_padding to_key_padding from_cu_seqlens to_cu_seqlens from_hf to_hf",
+    "to_block_mask from_key_padding to_key_padding from_cu_seqlens to_cu_seqlens from_hf to_hf "
+    "from_npz to_npz",
     "scores": "Dot Additive GATv2 alibi relative",
     "backends": "attend attend_lse weights merge explain calibrate BACKENDS",
     "audit": "receptive_field find_leak compare assert_no_leak coverage layers_to_cover audit_page audit_picture Leak "

@@ -300,7 +300,9 @@ _OPERATORS: dict[str, Callable[[Graph, Graph], Graph]] = {
 
 
 def read_edges(path: str | Path, t: int, s: int) -> Graph:
-    """The graph in an `.npz` file: `edge_index` (2, E) integer, source above target; `shape` (2,) if the file has it.
+    """The graph in an `.npz` file that `to_npz` wrote, or of `edge_index` (2, E) integer, source above target.
+
+    With `edge_index` it may hold `shape` (2,).
 
     Raises:
         ValueError: not such a file, larger than 1 GiB unpacked, another shape, or an edge out of range.
@@ -309,6 +311,7 @@ def read_edges(path: str | Path, t: int, s: int) -> Graph:
     import numpy as np
 
     from graphattn.convert import from_edge_index
+    from graphattn.convert.files import from_arrays
 
     path = Path(path)
     if not path.is_file():
@@ -320,6 +323,11 @@ def read_edges(path: str | Path, t: int, s: int) -> Graph:
             raise ValueError(f"holds {total:,} bytes, at most {MAX_EDGE_BYTES:,} are read")
         with np.load(path, allow_pickle=False) as data:
             names = sorted(data.files)
+            if "indptr" in names:
+                graph = from_arrays(data)
+                if graph.shape != (t, s):
+                    raise ValueError(f"holds {graph!r}, but the size is {t} <- {s}")
+                return graph
             if "edge_index" not in names:
                 raise ValueError(f"has no array edge_index, only {', '.join(names)[:200] or 'none'}")
             edges = data["edge_index"]

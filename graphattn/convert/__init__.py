@@ -16,6 +16,7 @@ from .edges import (
     to_edge_index,
     to_scipy,
 )
+from .files import from_npz, to_npz
 from .flex import from_block_mask, from_predicate, to_block_mask, to_predicate
 from .masks import (
     from_additive,
@@ -40,6 +41,7 @@ __all__ = [
     "from_key_padding",
     "from_mask",
     "from_networkx",
+    "from_npz",
     "from_predicate",
     "from_pyg",
     "from_scipy",
@@ -52,6 +54,7 @@ __all__ = [
     "to_key_padding",
     "to_mask",
     "to_networkx",
+    "to_npz",
     "to_predicate",
     "to_pyg",
     "to_scipy",
