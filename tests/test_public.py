@@ -29,7 +29,8 @@ def test_an_unknown_name() -> None:
         _ = ga.casual  # noqa: B018
 
 
-def test_the_readme_example_runs_and_prints_what_it_says() -> None:
+def test_the_readme_example_runs_and_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     code = README.split("```python\n")[1].split("```")[0]
     torch.manual_seed(0)
     printed: list[str] = []
