@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(argv[1:])
     except UsageError as error:
         return _fail(error, 2)
-    except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
+    except (ValueError, TypeError, ArithmeticError, OSError, MemoryError, RuntimeError) as error:
         if type(error).__name__ == "Elsewhere":  # another process says why
             return 1
         return _fail(error, 1)
@@ -459,6 +459,10 @@ def audit(argv: Sequence[str]) -> int:
         layers = config.layers if layers is None else layers
         loss_from = config.loss_from if loss_from is None else loss_from
     layers, loss_from = len(graphs) if layers is None else layers, loss_from or 0
+    if loss_from < 0:
+        raise UsageError(f"--loss-from must be at least 0, got {loss_from}")
+    if abs(given["offset"]) > 2**40:
+        raise UsageError(f"--offset must be within 2**40, got {given['offset']}")
     if not 1 <= layers <= 4096:
         raise UsageError(f"--layers must be in [1, 4096], got {layers}")
 
@@ -495,9 +499,19 @@ def bench(argv: Sequence[str]) -> int:
     for name in ("batch", "heads", "head_dim"):
         if given[name] < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {given[name]}")
+    kv = given["kv_heads"] or given["heads"]
+    if kv < 1 or given["heads"] % kv:
+        raise UsageError(f"--kv-heads must divide --heads, {given['heads']}, got {given['kv_heads']}")
+    if given["dtype"] not in ("float16", "bfloat16", "float32", "float64"):
+        raise UsageError(f"--dtype must be float16, bfloat16, float32 or float64, got {given['dtype']}")
     graphs, names = _sized_graphs(given)
 
+    from graphattn.backends import BACKENDS
     from graphattn.bench import run_bench
+
+    for name in given["backend"] or []:
+        if name not in (*BACKENDS, "auto", "all"):
+            raise UsageError(f"--backend must be auto, all or one of {', '.join(BACKENDS)}; got {name}")
 
     options = {k: given[k] for k in ("batch", "heads", "kv_heads", "head_dim", "dtype", "budget")}
     for name, graph in zip(names, graphs, strict=True):

@@ -188,8 +188,14 @@ class Graph:
         try:
             return self._cache[key]
         except KeyError:
-            value = self._cache[key] = make()
-            return value
+            pass
+        if torch.compiler.is_compiling():
+            return self._cache.setdefault(key, make())
+        # derived forms outlive the call: made as plain tensors whatever mode or transform asks for them first, and
+        # of several threads that make one, all use the first one's, since addresses of it may be in use
+        with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
+            value = make()
+        return self._cache.setdefault(key, value)
 
     def run_edge(self) -> Tensor:
         """`(R,)` number of the first edge of each run."""
@@ -204,10 +210,15 @@ class Graph:
         return torch.repeat_interleave(torch.arange(self.rows, device=self.device), self.indptr.diff())
 
     def edges(self) -> tuple[Tensor, Tensor]:
-        """`(row, source)`, each `(E,)` int64 in edge order."""
+        """`(row, source)`, each `(E,)` int64 in edge order; kept on the graph, so copy them before you change them."""
         return self.cached("edges", self._edges)
 
     def _edges(self) -> tuple[Tensor, Tensor]:
+        if self.num_edges > 8 * LIMIT:
+            raise ValueError(
+                f"the edges of {self!r} as a list would take {self.num_edges * 16 / 2**30:.0f} GiB: its runs, indptr, start "
+                f"and stop, take {self.num_runs * 16 / 2**30:.1f} GiB"
+            )
         length = self.stop - self.start
         source = torch.arange(self.num_edges, device=self.device)
         source += torch.repeat_interleave(self.start - self.run_edge(), length)
@@ -599,6 +610,17 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if _rows(out) * (out[-1] + 1) >= 2**62:
         raise ValueError(f"shape {out} has too many cells to number in 64 bits")
     return out
+
+
+def square_or_shape(shape: Any) -> tuple[int, ...]:
+    """`check_shape`, in which one integer, of Python, numpy or torch, is the number of nodes of a square graph."""
+    if not isinstance(shape, bool):
+        try:
+            n = operator.index(shape)
+        except TypeError:
+            return check_shape(shape)
+        return check_shape((n, n))
+    raise TypeError(f"shape must be integers (T_q, T_kv), got {shape!r}")
 
 
 def _rows(shape: Iterable[int]) -> int:

@@ -355,7 +355,8 @@ def _own_size(given: dict[str, Any]) -> int | None:
         return values if isinstance(values, list) and all(isinstance(n, int) for n in values) else None
 
     if (shape := numbers("shape")) is not None:
-        return math.prod(shape[:64])
+        # a side of 0 hides the others in the product, but they are built all the same
+        return max([math.prod(shape[:64]), *(shape if 0 in shape else [])])
     if (lengths := numbers("lengths") or numbers("sizes")) is not None:
         return sum(lengths) + (given["prefix"] if isinstance(given.get("prefix"), int) else 0)
     return None

@@ -23,7 +23,14 @@ def _size(n: int, name: str, least: int = 0) -> int:
         raise TypeError(f"{name} must be an integer, got {n!r}") from None
     if n < least:
         raise ValueError(f"{name} must be at least {least}, got {n}")
+    if n > _MOST[name == "t"]:
+        raise ValueError(
+            f"{name} = {n:,} is over the limit of {_MOST[name == 't']:,}: a run per target alone takes {n * 24 / 2**30:.0f} GiB"
+        )
     return n
+
+
+_MOST = {True: LIMIT, False: 2**40}  # of targets, each of which has a run; of any other number
 
 
 def _lengths(lengths: Tensor | Sequence[int], name: str = "lengths") -> Tensor:
@@ -98,6 +105,7 @@ def band(t: int, before: int, after: int = 0) -> Graph:
     Negative numbers leave out the diagonal: `band(t, -1, 3)` reads the next three, `band(t, 3, -1)` the last three.
     """
     t, before, after = _size(t, "t"), operator.index(before), operator.index(after)
+    before, after = (max(-t - 1, min(t + 1, n)) for n in (before, after))
     own = torch.arange(t)
     return _one_run((own - before).clamp_(0, t), (own + (after + 1)).clamp_(0, t), (t, t))
 
@@ -155,6 +163,7 @@ def documents(lengths: Tensor | Sequence[int], t: int | None = None) -> Graph:
     """
     n = _lengths(lengths)
     total = int(n.sum())
+    _size(total, "t")
     if t is not None and t != total:
         raise ValueError(f"document lengths sum to {total}, but there are {t} tokens: pad with a document or cut")
     stop = torch.cumsum(n, 0)
@@ -296,7 +305,7 @@ def fixed(t: int, stride: int, c: int = 1) -> Graph:
 def global_tokens(t: int, tokens: int | Tensor | Sequence[int]) -> Graph:
     """i in tokens or j in tokens: they read all and all read them (Longformer's [CLS], BigBird's global, ETC)."""
     t = _size(t, "t")
-    at = torch.unique(_lengths([tokens] if isinstance(tokens, int) else tokens, "tokens"))
+    at = torch.unique(_lengths([tokens] if hasattr(tokens, "__index__") and getattr(tokens, "ndim", 0) == 0 else tokens, "tokens"))
     if at.numel() and int(at[-1]) >= t:
         raise ValueError(f"token {int(at[-1])} is out of range for {t} nodes")
     # sources: the same few runs for every row; targets: whole rows
@@ -305,6 +314,8 @@ def global_tokens(t: int, tokens: int | Tensor | Sequence[int]) -> Graph:
     start = at[fresh]
     stop = torch.cat([at[:-1][fresh[1:]], at[-1:]]) + 1
     n = start.numel()
+    if n * t > LIMIT:
+        raise ValueError(f"{at.numel()} scattered tokens of {t} take {n * t:,} runs, over the limit of {LIMIT:,}")
     read = Graph._new(torch.arange(t + 1) * n, start.repeat(t), stop.repeat(t), (t, t))
     whole = torch.zeros(t, dtype=torch.int64)
     whole[at] = t
@@ -396,7 +407,7 @@ def block_sparse(
     """
     if not isinstance(graph, Graph):
         raise TypeError(f"graph must be a Graph over blocks, such as causal(8), got {type(graph).__name__}")
-    if isinstance(sizes, int):
+    if not isinstance(sizes, Sequence) and getattr(sizes, "ndim", 0) == 0:
         sizes = [_size(sizes, "sizes")] * graph.t
         source_sizes = [sizes[0]] * graph.s if source_sizes is None and graph.t else source_sizes
     rows = _lengths(sizes, "sizes").to(graph.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -75,7 +76,7 @@ def alibi(slopes: Tensor, offset: int = 0) -> Alibi:
         slopes: `(H,)`, or `()` for all heads; differentiable.
         offset: added to the target's position, for graphs whose rows begin later than their columns.
     """
-    return Alibi(slopes, offset)
+    return Alibi(slopes, operator.index(offset))
 
 
 def relative(table: Tensor, offset: int = 0) -> Relative:
@@ -85,4 +86,4 @@ def relative(table: Tensor, offset: int = 0) -> Relative:
         table: `(H, 2R + 1)`, or `(2R + 1,)` for all heads; differentiable; middle entry is distance 0.
         offset: added to the target's position.
     """
-    return Relative(table, offset)
+    return Relative(table, operator.index(offset))

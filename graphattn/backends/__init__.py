@@ -19,7 +19,7 @@ from torch import Tensor
 from ..graph import Graph
 from . import compiled, cost
 from .call import Call, make_call
-from .numerics import merge_parts
+from .numerics import merge_parts, transformed
 
 BACKENDS = ("reference", "dense", "sdpa", "edges", "csr", "tiles", "native", "flex", "triton")
 # They multiply hidden pairs by 0 instead of leaving them out, so that 0 * NaN spreads.
@@ -91,7 +91,7 @@ def attend(
     Raises:
         TypeError, ValueError: what was got, what was needed; an explicit backend that can't do exactly this.
     """
-    if graph.__class__ is not Graph and isinstance(graph, Sequence):
+    if graph.__class__ is not Graph and isinstance(graph, Sequence) and not isinstance(graph, str):
         return _attend_parts(
             q, k, v, graph, scale=scale, score=score, bias=bias, edge_key=edge_key, edge_value=edge_value,
             softcap=softcap, dropout=dropout, seed=seed, backend=backend,
@@ -115,7 +115,7 @@ def attend_lse(
 
     -inf for a target that reads nothing.  `merge` unites several such results.  Dropout does not enter lse.
     """
-    if graph.__class__ is not Graph and isinstance(graph, Sequence):
+    if graph.__class__ is not Graph and isinstance(graph, Sequence) and not isinstance(graph, str):
         return _attend_parts(q, k, v, graph, backend=backend, **options)
     if torch.compiler.is_compiling():
         return compiled.attend(q, k, v, graph, True, backend, **options)  # type: ignore[arg-type]
@@ -304,6 +304,8 @@ def calibrate(seconds: float = 2.0) -> dict[str, float]:
 def _choose(call: Call) -> str:
     """The cheapest backend, decided once per graph and kind of call."""
     q, k, v = call.q, call.k, call.v
+    if transformed():  # values can't be looked at, and not every gradient is written for wrapped tensors
+        return "native" if _module("native").why_not(call) is None else "edges"
     key = (
         "plan", q.shape, k.shape[1], v.shape[-1], q.dtype, call.score.name, call.needs_grad, call.want_lse,
         call.bias is None, call.position is None, call.edge_key is None, call.edge_value is None,
@@ -335,6 +337,8 @@ def _hides_nonfinite(call: Call) -> bool:
     # a sum of finite halves may overflow; float32 holds it
     k, v = call.k.detach(), call.v.detach()
     total = k.sum(dtype=call.wide) + v.sum(dtype=call.wide)
+    if call.needs_grad:  # a query reaches the gradients of every source, times 0 where it does not read
+        total = total + call.q.detach().sum(dtype=call.wide)
     return not math.isfinite(total.item())
 
 
@@ -349,6 +353,9 @@ def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
         if reason is not None:
             able = ", ".join(name for _, name in _ranked(call))
             raise ValueError(f"backend {backend!r} can't do this call: {reason}. These can: {able}, reference")
+    if torch.is_autocast_enabled(call.q.device.type):  # inputs are cast already; what a backend does inside is its own
+        with torch.autocast(call.q.device.type, enabled=False):
+            return module.attend(call)
     return module.attend(call)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,10 +91,10 @@ class Call:
             return self.k, self.v
         return self.k.repeat_interleave(groups, 1), self.v.repeat_interleave(groups, 1)
 
-    def zeros(self) -> tuple[Tensor, Tensor]:
+    def zeros(self, shape: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
         """The answer where nothing is read: out 0, lse -inf, tied to every input so that all gradients are 0."""
         lse = torch.full(self.q.shape[:3], -math.inf, dtype=self.wide, device=self.q.device)
-        shape = (*self.q.shape[:3], self.v.shape[-1])
+        shape = (*self.q.shape[:3], self.v.shape[-1]) if shape is None else shape
         if not self.needs_grad:
             return self.q.new_zeros(shape), lse
         return _Nothing.apply(shape, self.q, self.k, self.v, *(x for x in learnt(self) if x is not None)), lse
@@ -102,10 +103,15 @@ class Call:
 class _Nothing(torch.autograd.Function):
     """Zeros that depend on nothing: gradients are 0 whatever the inputs hold, NaN included."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
+    def forward(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
         return inputs[0].new_zeros(shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -164,6 +170,10 @@ def make_call(
         raise ValueError(f"q has width {d} and k width {k.shape[-1]}: they must agree")
     if graph.lead and dims != 4:
         raise ValueError(f"{graph!r} has leading axes (batch, head), so q must be (B, H, T_q, D); got {tuple(q.shape)}")
+    if dims > 4 and not (k.shape[:-3] == v.shape[:-3] == q.shape[:-3]):
+        raise ValueError(
+            f"with more than four axes the leading ones must agree, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
     if dims != 4:
         q, k, v = (_four(x) for x in (q, k, v))
     batch = q.shape[0]
@@ -240,6 +250,8 @@ def _four(x: Tensor) -> Tensor:
 
 
 def _number(x: Any, name: str) -> float:
+    if isinstance(x, str) or (isinstance(x, Tensor) and x.requires_grad):
+        raise TypeError(f"{name} must be a plain number, got {x!r}: to learn it, multiply the queries instead")
     try:
         value = float(x)
     except (TypeError, ValueError):
@@ -256,8 +268,10 @@ def _seed(seed: int | Tensor | None) -> int | Tensor | None:
         if seed.dtype != torch.int64 or seed.dim() != 0:
             raise TypeError(f"seed must be an int or a 0-d int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}")
         return seed
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be an int or a 0-d int64 tensor, got {type(seed).__name__}")
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be an int or a 0-d int64 tensor, got {type(seed).__name__}") from None
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must fit in 64 bits, got {seed}")
     return seed - 2**64 if seed >= 2**63 else seed

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .numerics import keep_edges
+from .numerics import keep_edges, transformed
 
 
 _WARNED = False
@@ -43,6 +43,10 @@ def why_not(call: Call) -> str | None:
         return f"it multiplies queries and keys, and the score is {call.score.name}"
     if call.edge_key is not None or call.edge_value is not None:
         return "it has no vectors per edge (edge_key, edge_value)"
+    if 0 in (call.q.shape[-1], call.v.shape[-1]) and call.graph.num_edges:
+        return "it needs queries and values of width 1 or more"
+    if transformed():
+        return "its gradient is written out for plain tensors: not inside torch.func or vmap"
     return None
 
 

@@ -46,7 +46,7 @@ def weights(call: Call) -> Tensor:
     """`(nb, nh, E)` attention weights in edge order; nb and nh are 1 where the graph owns the axis. Never dropped."""
     b, h = _shared(call)
     if call.graph.num_edges == 0:
-        return call.q.new_zeros(b, h, 0)
+        return call.zeros((b, h, 0))[0]
     return _softmax(call)[0].T.reshape(b, h, call.graph.num_edges).to(call.q.dtype)
 
 

@@ -74,6 +74,11 @@ def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
     return out.to(outs[0].dtype), lse  # type: ignore[union-attr]
 
 
+def transformed() -> bool:
+    """Inside torch.func or vmap, where tensors are wrapped and have no plain storage or value."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype arithmetic is done in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -23,6 +23,8 @@ def why_not(call: Call) -> str | None:
         return "it has no vectors per edge (edge_key, edge_value)"
     if call.softcap is not None:
         return "it has no softcap"
+    if call.q.dtype != call.wide and not (call.bias is None and call.position is None):
+        return f"it would round the bias to {call.q.dtype}"
     if call.want_lse:
         return "it does not return the log-sum-exp"
     if call.dropout and call.seed is not None:

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..graph import Graph
 from ..scores import Alibi
 from .call import Call
-from .numerics import keep_edges
+from .numerics import keep_edges, transformed
 
 # Scores of one chunk: small enough that the passes over them stay in cache, large enough to feed every thread.
 CELLS = 2**20
@@ -75,6 +74,10 @@ def why_not(call: Call) -> str | None:
         return "its tiles hold one number per pair, and the score gatv2 needs a vector"
     if call.edge_key is not None or call.edge_value is not None:
         return "it has no vectors per edge (edge_key, edge_value)"
+    if 0 in (call.q.shape[-1], call.v.shape[-1]) and call.graph.num_edges:
+        return "it needs queries and values of width 1 or more"
+    if transformed():
+        return "its gradient is written out for plain tensors: not inside torch.func or vmap"
     if call.graph.num_edges and outline(call.graph) is None:
         return "the graph is not made of intervals: its blocks of targets read too many separate spans of sources"
     return None
@@ -574,8 +577,9 @@ class _Tiles(torch.autograd.Function):
         return result, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, go: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError("tiles are differentiable once: for gradients of gradients pass backend='edges' to attend")
         q, k, v, bias, values, out = ctx.saved_tensors
         work, wide = ctx.work, ctx.wide
         wq, wk, wv = _wide(q, k, v, work, wide)

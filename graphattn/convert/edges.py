@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graph import Graph, _integers, check_shape
+from ..graph import Graph, _integers, square_or_shape
 from .door import _edge, _plain, _tensor
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def edge_ids(graph: Graph, edge_index: Any) -> Tensor:
 
 
 def _pairs(edge_index: Any, shape: int | Sequence[int]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    shape = check_shape((shape, shape) if isinstance(shape, int) else shape)
+    shape = square_or_shape(shape)
     if len(shape) != 2:
         raise ValueError(f"edge_index has no leading axes: shape must be (T_q, T_kv), got {shape}")
     edge_index = _tensor(edge_index)
@@ -122,7 +122,7 @@ def from_csr(indptr: Any, indices: Any = None, shape: int | Sequence[int] | None
         raise ValueError(
             "from_csr needs indptr, indices and shape (T_q, T_kv): the number of sources is in neither array"
         )
-    shape = check_shape((shape, shape) if isinstance(shape, int) else shape)
+    shape = square_or_shape(shape)
     indptr, indices = _integers(_tensor(indptr), "indptr"), _integers(_tensor(indices), "indices")
     return Graph.from_runs(indptr, indices, indices + 1, shape)
 
@@ -133,7 +133,7 @@ def to_csr(graph: Graph) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: the graph has leading axes.
     """
-    return _plain(graph, "CSR").edge_ptr(), graph.edges()[1]
+    return _plain(graph, "CSR").edge_ptr().clone(), graph.edges()[1].clone()
 
 
 def from_scipy(matrix: Any) -> Graph:
@@ -179,7 +179,7 @@ def from_cu_seqlens(cu_seqlens: Any, cu_seqlens_k: Any = None) -> Graph:
     if q.numel() != k.numel():
         raise ValueError(f"cu_seqlens has {q.numel() - 1} sequences, cu_seqlens_k {k.numel() - 1}")
     n = q.diff()
-    shape = check_shape((int(q[-1]), int(k[-1])))
+    shape = square_or_shape((int(q[-1]), int(k[-1])))
     return Graph.from_runs(
         torch.arange(shape[0] + 1, device=q.device), k[:-1].repeat_interleave(n), k[1:].repeat_interleave(n), shape
     )

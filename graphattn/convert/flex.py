@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graph import Graph, check_shape
+from ..graph import Graph, square_or_shape
 from .door import BLOCK, _from_rows
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def from_predicate(mask_mod: MaskMod, shape: int | Sequence[int], *, device: tor
     Raises:
         ValueError: the predicate looks at the values of its indices, or returns something other than one bool.
     """
-    shape = check_shape((shape, shape) if isinstance(shape, int) else shape)
+    shape = square_or_shape(shape)
     lead, t, s = (shape[:-2] or (1, 1)), shape[-2], shape[-1]
     step = max(1, BLOCK // max(s, 1))
     parts, lower = [torch.zeros(0, dtype=torch.int64, device=device)], 0
