@@ -1,7 +1,7 @@
 """What the foundations must show: the front door is thin, and every backend trains the same model.
 
-    python benchmarks/foundations.py                     # overhead and training step
-    python benchmarks/foundations.py --train --text FILE # also 300 steps on several backends and two graphs
+python benchmarks/foundations.py                     # overhead and training step
+python benchmarks/foundations.py --train --text FILE # also 300 steps on several backends and two graphs
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def overhead() -> None:
         )
         chosen = next(e.backend for e in ga.explain(graph, q, k, v) if e.chosen)
         added = 1e6 * (found["attend"] - found["sdpa"])
-        print(f"  {shape!s:18} sdpa {1e6 * found['sdpa']:7.1f}  attend {1e6 * found['attend']:7.1f}  added {added:5.1f}  ({chosen})")
+        print(
+            f"  {shape!s:18} sdpa {1e6 * found['sdpa']:7.1f}  attend {1e6 * found['attend']:7.1f}  "
+            f"added {added:5.1f}  ({chosen})"
+        )
 
 
 def training_step() -> None:
@@ -100,14 +103,25 @@ def training(text: Path, steps: int) -> None:
         for backend in ("sdpa", "edges", "csr", "auto"):
             with tempfile.TemporaryDirectory() as folder:
                 start = time.perf_counter()
-                ga.train(Path(folder) / "run", graphs=graph, text=text.read_text("utf-8"), steps=steps, backend=backend, eval_every=steps, warmup=100)
+                ga.train(
+                    Path(folder) / "run",
+                    graphs=graph,
+                    text=text.read_text("utf-8"),
+                    steps=steps,
+                    backend=backend,
+                    eval_every=steps,
+                    warmup=100,
+                )
                 seconds = time.perf_counter() - start
                 import json
 
                 rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
                 losses[backend] = torch.tensor([r["loss"] for r in rows], dtype=torch.float64)
             worst = (losses[backend] - losses["sdpa"]).abs().max().item()
-            print(f"  {name:26} {backend:6} last loss {losses[backend][-1]:.4f}  difference {worst:.1e}  {seconds:.0f} s", flush=True)
+            print(
+                f"  {name:26} {backend:6} last loss {losses[backend][-1]:.4f}  difference {worst:.1e}  {seconds:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

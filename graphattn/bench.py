@@ -810,7 +810,11 @@ def _row_2(data: Path) -> tuple[list[Case], list[Figure]]:
     cases = [Case(n, patterns.window(t, 129), heads=4, peers=()) for n, t in zip(names, (4096, 65536), strict=True)]
     return cases, [
         Figure(
-            2, f"T=65536 / T=4096, {p}", lambda t, p=p: t[names[1], p, "ga auto"] / t[names[0], p, "ga auto"], 17, True
+            2,
+            f"T=65536 / T=4096, {p}",
+            lambda t, p=p: t[names[1], p, "ga auto"] / t[names[0], p, "ga auto"],  # type: ignore[misc]
+            17,
+            True,  # type: ignore[misc]
         )  # type: ignore[misc]
         for p in ("fwd", "fwd+bwd")
     ]

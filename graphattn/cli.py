@@ -123,7 +123,9 @@ def train(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=str, help="run folder to make (default: runs/1, runs/2, ...)")
     parser.add_argument("--resume", type=str, metavar="RUN", help="go on with this run; only --steps may go with it")
     parser.add_argument("--until", type=int, metavar="STEP", help="save and stop after this step, to go on later")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar and no lines about the run, only its result")
+    parser.add_argument(
+        "--quiet", action="store_true", help="no progress bar and no lines about the run, only its result"
+    )
     names = []
     defaults = TrainConfig().as_dict()
     for f in fields(TrainConfig):
@@ -524,7 +526,9 @@ def bench(argv: Sequence[str]) -> int:
 
 def nodes(argv: Sequence[str]) -> int:
     parser = _parser("nodes", "Train a node classifier with several seeds; results are kept, so a long run resumes.")
-    parser.add_argument("--dataset", type=str, default="karate", help="cora, citeseer, pubmed, minesweeper, tolokers, karate")
+    parser.add_argument(
+        "--dataset", type=str, default="karate", help="cora, citeseer, pubmed, minesweeper, tolokers, karate"
+    )
     parser.add_argument("--path", type=str, help="its .npz, a folder that holds it, or the folder to download into")
     parser.add_argument("--recipe", type=str, default="published", help="published or best")
     parser.add_argument("--seeds", type=int, default=10, help="number of seeds")
@@ -544,7 +548,19 @@ def nodes(argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from graphattn.node_train import nodes as train_nodes
 
-    fields = ("dataset", "path", "recipe", "seeds", "first_seed", "splits", "out", "epochs", "dense", "backend", "quiet")
+    fields = (
+        "dataset",
+        "path",
+        "recipe",
+        "seeds",
+        "first_seed",
+        "splits",
+        "out",
+        "epochs",
+        "dense",
+        "backend",
+        "quiet",
+    )
     summary = train_nodes(**{k: given[k] for k in fields})
     if given["quiet"]:
         print(summary)

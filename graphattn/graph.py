@@ -91,7 +91,9 @@ class Graph:
         indptr, start, stop = (_integers(x, n) for x, n in ((indptr, "indptr"), (start, "start"), (stop, "stop")))
         rows, s, r = _rows(shape), shape[-1], start.numel()
         if indptr.numel() != rows + 1:
-            raise ValueError(f"indptr has {indptr.numel()} entries, but shape {shape} has {rows} rows: it needs {rows + 1}")
+            raise ValueError(
+                f"indptr has {indptr.numel()} entries, but shape {shape} has {rows} rows: it needs {rows + 1}"
+            )
         if stop.numel() != r:
             raise ValueError(f"start has {r} entries and stop {stop.numel()}: each run needs both")
         if int(indptr[0]) != 0 or int(indptr[-1]) != r or bool((indptr.diff() < 0).any()):
@@ -99,7 +101,9 @@ class Graph:
         if r:
             low, high = int(start.min()), int(stop.max())
             if low < 0 or high > s or bool((stop < start).any()):
-                raise ValueError(f"runs span [{low}, {high}), but there are {s} sources: each needs 0 <= start <= stop <= {s}")
+                raise ValueError(
+                    f"runs span [{low}, {high}), but there are {s} sources: each needs 0 <= start <= stop <= {s}"
+                )
         row = torch.repeat_interleave(torch.arange(rows, device=indptr.device), indptr.diff())
         return cls._from_pieces(row, start, stop, shape)
 
@@ -299,7 +303,7 @@ class Graph:
         def make() -> bytes:
             h = hashlib.blake2b(repr(self.shape).encode(), digest_size=32)
             for x in (self.indptr, self.start, self.stop):
-                h.update(x.cpu().contiguous().numpy())
+                h.update(x.cpu().contiguous().numpy())  # type: ignore[arg-type]
             return h.digest()
 
         return self.cached("digest", make)
@@ -506,9 +510,9 @@ class Graph:
         fresh[1:] = pick.diff() != 1
         at = fresh.nonzero().squeeze(1)
         size = torch.cat([at, at.new_tensor([pick.numel()])]).diff()
-        low = pick[at]
-        by_low = torch.argsort(low, stable=True)
-        at, low, high = at[by_low], low[by_low], (low + size)[by_low]
+        low = pick[at]  # type: ignore[assignment]
+        by_low = torch.argsort(low, stable=True)  # type: ignore[call-overload]
+        at, low, high = at[by_low], low[by_low], (low + size)[by_low]  # type: ignore[index]
         if bool((low[1:] < high[:-1]).any()):
             return self._take_repeated_cols(pick, shape)
         # disjoint sorted stretches: those that meet [start, stop) are a block of them
@@ -549,7 +553,9 @@ class Graph:
         if not isinstance(other, Graph):
             return NotImplemented
         if self.s != other.t:
-            raise ValueError(f"{self!r} @ {other!r}: {self.s} sources of the first must be the {other.t} targets of the second")
+            raise ValueError(
+                f"{self!r} @ {other!r}: {self.s} sources of the first must be the {other.t} targets of the second"
+            )
         if self.lead or other.lead:
             lead = _broadcast_lead(self, other, "@")
             a, b = self.expand(*lead), other.expand(*lead)
@@ -667,10 +673,10 @@ def _merge_points(a: Tensor, b: Tensor, op: Callable[[Tensor, Tensor], Tensor]) 
         at[a.numel() :] = torch.searchsorted(a, b, right=True) + torch.arange(b.numel(), device=a.device)
         line = torch.empty_like(both)
         line[at] = both
-        from_a = torch.zeros_like(both, dtype=torch.bool)
+        from_a = torch.zeros_like(both, dtype=torch.bool)  # type: ignore[assignment]
         from_a[at[: a.numel()]] = True
-        in_a = torch.cumsum(from_a, 0) % 2 == 1
-        in_b = torch.cumsum(~from_a, 0) % 2 == 1
+        in_a = torch.cumsum(from_a, 0) % 2 == 1  # type: ignore[arg-type]
+        in_b = torch.cumsum(~from_a, 0) % 2 == 1  # type: ignore[arg-type]
     value = op(in_a, in_b)
     last = torch.ones_like(value)  # of several boundaries at one point only the last tells the value after it
     last[:-1] = line[1:] != line[:-1]
@@ -704,7 +710,9 @@ def _index(index: Any, n: int, name: str, device: torch.device) -> Tensor:
         return pick.nonzero().squeeze(1)
     pick = _integers(pick, name)
     if pick.numel() and (int(pick.min()) < 0 or int(pick.max()) >= n):
-        raise IndexError(f"{name} span {int(pick.min())}..{int(pick.max())}, but there are {n}: each needs 0 <= index < {n}")
+        raise IndexError(
+            f"{name} span {int(pick.min())}..{int(pick.max())}, but there are {n}: each needs 0 <= index < {n}"
+        )
     return pick
 
 

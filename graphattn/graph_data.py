@@ -140,9 +140,7 @@ def read_molecules(path: Path) -> GraphSet:
     for g in range(data["y"].numel()):
         n0, n1 = data["node_ptr"][g : g + 2].tolist()
         e0, e1 = data["edge_ptr"][g : g + 2].tolist()
-        graph, ids = cast(
-            tuple[Graph, Tensor], from_edge_index(data["edge_index"][:, e0:e1], n1 - n0, return_ids=True)
-        )
+        graph, ids = cast(tuple[Graph, Tensor], from_edge_index(data["edge_index"][:, e0:e1], n1 - n0, return_ids=True))
         own = attributes.new_zeros(graph.num_edges, attributes.shape[1])
         own[ids] = attributes[e0:e1]
         graphs.append(graph)

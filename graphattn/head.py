@@ -58,6 +58,7 @@ class Head(nn.Module):
         self.context_dim = dim if context_dim is None else context_dim
         self.score, self.rotary, self.dropout, self.slope = score, rotary, dropout, slope
         self.value = nn.Linear(self.context_dim, kv_heads * head_dim, bias=bias)
+        self.query: nn.Linear | None
         if score == "dot":
             self.query = nn.Linear(dim, heads * head_dim, bias=bias)
             self.key = nn.Linear(self.context_dim, kv_heads * head_dim, bias=bias)
@@ -124,7 +125,7 @@ class Head(nn.Module):
             else:
                 own = self._split(self.value(x), self.heads) if values is None else values
             return (own * self.target_vector.unsqueeze(-2)).sum(-1, keepdim=True)
-        q = self._split(self.query(x), self.heads)  # (..., heads, T_q, D)
+        q = self._split(self.query(x), self.heads)  # (..., heads, T_q, D)  # type: ignore[misc]  # type: ignore[misc]
         if self.query_norm is not None:
             q = self.query_norm(q)
         return _turn(q, positions) if self.rotary else q

@@ -180,9 +180,16 @@ class NodeClassifier(nn.Module):
                 last = n == layers - 1
                 made.append(
                     GATLayer(
-                        width if n else features, classes if last else head_dim, out_heads if last else heads,
-                        concat=not last, score=score, dropout=edge_dropout, value_dropout=value_dropout, slope=slope,
-                        edge_dim=edge_dim, residual=residual,
+                        width if n else features,
+                        classes if last else head_dim,
+                        out_heads if last else heads,
+                        concat=not last,
+                        score=score,
+                        dropout=edge_dropout,
+                        value_dropout=value_dropout,
+                        slope=slope,
+                        edge_dim=edge_dim,
+                        residual=residual,
                     )  # fmt: skip
                 )
             self.layers = nn.ModuleList(made)

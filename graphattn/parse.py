@@ -342,7 +342,7 @@ def read_edges(path: str | Path, t: int, s: int) -> Graph:
         raise ValueError(f"edge_index must hold integers, got {edges.dtype}")
     if shape != (t, s):
         raise ValueError(f"is for {shape[0]} targets and {shape[-1]} sources, but the size is {t} <- {s}")
-    graph = from_edge_index(torch.from_numpy(edges.astype(np.int64)), (t, s))
+    graph = from_edge_index(torch.from_numpy(edges.astype(np.int64)), (t, s))  # type: ignore[assignment]
     assert isinstance(graph, Graph)
     return graph
 

@@ -305,7 +305,9 @@ def fixed(t: int, stride: int, c: int = 1) -> Graph:
 def global_tokens(t: int, tokens: int | Tensor | Sequence[int]) -> Graph:
     """i in tokens or j in tokens: they read all and all read them (Longformer's [CLS], BigBird's global, ETC)."""
     t = _size(t, "t")
-    at = torch.unique(_lengths([tokens] if hasattr(tokens, "__index__") and getattr(tokens, "ndim", 0) == 0 else tokens, "tokens"))
+    at = torch.unique(
+        _lengths([tokens] if hasattr(tokens, "__index__") and getattr(tokens, "ndim", 0) == 0 else tokens, "tokens")  # type: ignore[arg-type, list-item]
+    )
     if at.numel() and int(at[-1]) >= t:
         raise ValueError(f"token {int(at[-1])} is out of range for {t} nodes")
     # sources: the same few runs for every row; targets: whole rows
@@ -408,9 +410,9 @@ def block_sparse(
     if not isinstance(graph, Graph):
         raise TypeError(f"graph must be a Graph over blocks, such as causal(8), got {type(graph).__name__}")
     if not isinstance(sizes, Sequence) and getattr(sizes, "ndim", 0) == 0:
-        sizes = [_size(sizes, "sizes")] * graph.t
+        sizes = [_size(sizes, "sizes")] * graph.t  # type: ignore[arg-type]
         source_sizes = [sizes[0]] * graph.s if source_sizes is None and graph.t else source_sizes
-    rows = _lengths(sizes, "sizes").to(graph.device)
+    rows = _lengths(sizes, "sizes").to(graph.device)  # type: ignore[arg-type]
     cols = rows if source_sizes is None else _lengths(source_sizes, "source_sizes").to(graph.device)
     for what, n, have in (("target", rows.numel(), graph.t), ("source", cols.numel(), graph.s)):
         if n != have:

@@ -93,7 +93,9 @@ def train(
             graphs = [graphs] if isinstance(graphs, Graph) else list(graphs)
             for g in graphs:
                 if not isinstance(g, Graph):
-                    raise TypeError(f"graphs must be Graphs, got {g!r}: an expression goes into graph=['causal & band(16)']")
+                    raise TypeError(
+                        f"graphs must be Graphs, got {g!r}: an expression goes into graph=['causal & band(16)']"
+                    )
             config = config.replace(graph=[GIVEN] * len(graphs))
         vocabulary = Vocabulary.of(text)
         trainer = _Trainer(config, vocabulary, graphs, text, world, say, progress)

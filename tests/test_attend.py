@@ -77,7 +77,9 @@ def test_a_score_of_zero_is_an_edge() -> None:
     """G10."""
     q = torch.tensor([[1.0], [0.0]])
     for backend in EVERY:
-        out = ga.attend(q, torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [4.0]]), mask("10", "11"), backend=backend)
+        out = ga.attend(
+            q, torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [4.0]]), mask("10", "11"), backend=backend
+        )
         torch.testing.assert_close(out, torch.tensor([[2.0], [3.0]]))
 
 
@@ -90,11 +92,16 @@ def test_alignment_of_causal_rectangles() -> None:
         torch.testing.assert_close(start.squeeze(), torch.tensor([0.0, 0.5]))
         torch.testing.assert_close(end.squeeze(), torch.tensor([1.5, 2.0]))
     q = torch.randn(5, 3, requires_grad=True)
-    for graph in (ga.causal(5, 2, align="end"), ga.disjoint([ga.causal(3, 1, align="end"), ga.causal(2, 1, align="end")])):
+    for graph in (
+        ga.causal(5, 2, align="end"),
+        ga.disjoint([ga.causal(3, 1, align="end"), ga.causal(2, 1, align="end")]),
+    ):
         for backend in EVERY:
             out = ga.attend(q, torch.randn(2, 3), torch.randn(2, 3), graph, backend=backend)
             (dq,) = torch.autograd.grad(out.sum(), q)
-            assert dq.isfinite().all() and (dq[graph.degree() == 0] == 0).all() and (out[graph.degree() == 0] == 0).all()
+            assert (
+                dq.isfinite().all() and (dq[graph.degree() == 0] == 0).all() and (out[graph.degree() == 0] == 0).all()
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -103,7 +110,9 @@ def test_large_scores(dtype: torch.dtype) -> None:
     top = 1000.0 if dtype in (torch.float32, torch.float64) else 12.0
     k = torch.tensor([[top], [top + 1]], dtype=dtype)
     for backend in EVERY:
-        out = ga.attend(torch.ones(1, 1, dtype=dtype), k, torch.tensor([[0.0], [1]], dtype=dtype), ga.full(1, 2), backend=backend)
+        out = ga.attend(
+            torch.ones(1, 1, dtype=dtype), k, torch.tensor([[0.0], [1]], dtype=dtype), ga.full(1, 2), backend=backend
+        )
         assert out.item() == pytest.approx(0.731059, abs=1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-6)
 
 
@@ -112,9 +121,17 @@ def test_long_rows_in_half_precision() -> None:
     n = 1024
     q = torch.zeros(1, 4, dtype=torch.bfloat16)
     for backend in EVERY:
-        out = ga.attend(q, torch.zeros(n, 4, dtype=torch.bfloat16), torch.ones(n, 1, dtype=torch.bfloat16), ga.full(1, n), backend=backend)
+        out = ga.attend(
+            q,
+            torch.zeros(n, 4, dtype=torch.bfloat16),
+            torch.ones(n, 1, dtype=torch.bfloat16),
+            ga.full(1, n),
+            backend=backend,
+        )
         assert out.item() == 1
-    assert ga.weights(q, torch.zeros(n, 4, dtype=torch.bfloat16), ga.full(1, n)).float().sum().item() == pytest.approx(1, abs=1e-2)
+    assert ga.weights(q, torch.zeros(n, 4, dtype=torch.bfloat16), ga.full(1, n)).float().sum().item() == pytest.approx(
+        1, abs=1e-2
+    )
 
 
 def test_scale_is_of_the_head_size() -> None:
@@ -229,7 +246,9 @@ def test_dropped_edges_equal_attention_over_the_kept_ones() -> None:
 
 def test_merge_and_lists_of_graphs() -> None:
     graph = NAMED["random 31"]
-    left = graph & ga.full(31)[:, :].from_runs(torch.arange(32), torch.zeros(31, dtype=torch.int64), torch.full((31,), 11), (31, 31))
+    left = graph & ga.full(31)[:, :].from_runs(
+        torch.arange(32), torch.zeros(31, dtype=torch.int64), torch.full((31,), 11), (31, 31)
+    )
     right = graph - left
     q, k, v = (torch.randn(2, 2, 31, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
     whole, whole_lse = ga.attend_lse(q, k, v, graph)
@@ -261,7 +280,11 @@ def test_autocast() -> None:
 def test_errors_say_what_was_got_and_what_was_needed() -> None:
     q = torch.randn(2, 4, 7, 8)
     cases = [
-        (dict(q=q, k=q, v=q, graph=ga.full(5)), ValueError, r"q has 7 rows, but the graph is Graph\(5 <- 5, 25 edges, 100.0% dense\): q needs 5"),
+        (
+            dict(q=q, k=q, v=q, graph=ga.full(5)),
+            ValueError,
+            r"q has 7 rows, but the graph is Graph\(5 <- 5, 25 edges, 100.0% dense\): q needs 5",
+        ),
         (dict(q=q, k=q, v=q, graph=ga.full(7, 5)), ValueError, "k has 7 rows.*k needs 5"),
         (dict(q=q, k=q, v=q, graph=ga.full(7).dense()), TypeError, "must be a Graph, got Tensor"),
         (dict(q=q, k=q.double(), v=q, graph=ga.full(7)), TypeError, "share one dtype"),
@@ -271,10 +294,26 @@ def test_errors_say_what_was_got_and_what_was_needed() -> None:
         (dict(q=q, k=q[:, 0], v=q, graph=ga.full(7)), ValueError, "same number of axes"),
         (dict(q=q, k=q, v=q, graph=ga.padding([3, 4, 5], 7)), ValueError, "batch 2"),
         (dict(q=q[0], k=q[0], v=q[0], graph=ga.padding([3, 4], 7)), ValueError, "leading axes"),
-        (dict(q=q, k=q, v=q, graph=ga.full(7), backend="fast"), ValueError, "backend must be 'auto' or one of reference"),
-        (dict(q=q, k=q, v=q, graph=ga.full(7), backend="sdpa", softcap=2.0), ValueError, "no softcap. These can: .*dense"),
-        (dict(q=q, k=q, v=q, graph=ga.full(7), bias=torch.zeros(3)), ValueError, r"bias has shape \(3,\).*\(49,\) or \(4, 49\) or \(2, 4, 49\)"),
-        (dict(q=q, k=q, v=q, graph=ga.full(7), bias=torch.zeros(49, dtype=torch.bool)), TypeError, "a bool mask is a graph"),
+        (
+            dict(q=q, k=q, v=q, graph=ga.full(7), backend="fast"),
+            ValueError,
+            "backend must be 'auto' or one of reference",
+        ),
+        (
+            dict(q=q, k=q, v=q, graph=ga.full(7), backend="sdpa", softcap=2.0),
+            ValueError,
+            "no softcap. These can: .*dense",
+        ),
+        (
+            dict(q=q, k=q, v=q, graph=ga.full(7), bias=torch.zeros(3)),
+            ValueError,
+            r"bias has shape \(3,\).*\(49,\) or \(4, 49\) or \(2, 4, 49\)",
+        ),
+        (
+            dict(q=q, k=q, v=q, graph=ga.full(7), bias=torch.zeros(49, dtype=torch.bool)),
+            TypeError,
+            "a bool mask is a graph",
+        ),
         (dict(q=q, k=q, v=q, graph=ga.full(7), edge_key=torch.zeros(49, 3, 8)), ValueError, r"edge_key has shape"),
         (dict(q=q, k=q, v=q, graph=ga.full(7), dropout=1.0), ValueError, r"dropout must be in \[0, 1\)"),
         (dict(q=q, k=q, v=q, graph=ga.full(7), dropout=0.1, seed=1.5), TypeError, "seed must be an int"),
@@ -314,7 +353,9 @@ def test_parity_in_float64() -> None:
         wei = (q @ k.transpose(-2, -1) * 4**-0.5).masked_fill(torch.tril(torch.ones(8, 8)) == 0, -math.inf)
         near = dict(atol=1e-12, rtol=0)
         torch.testing.assert_close(head(x, ga.causal(8)), torch.softmax(wei, -1) @ v, **near)
-        torch.testing.assert_close(head(x, ga.causal(8)), F.scaled_dot_product_attention(q, k, v, is_causal=True), **near)
+        torch.testing.assert_close(
+            head(x, ga.causal(8)), F.scaled_dot_product_attention(q, k, v, is_causal=True), **near
+        )
         torch.testing.assert_close(head(x, ga.full(8)), F.scaled_dot_product_attention(q, k, v), **near)
         ck, cv = head.key(context), head.value(context)
         crossed = head(x, ga.bipartite(8, 5), context)
@@ -322,12 +363,17 @@ def test_parity_in_float64() -> None:
         conv = TransformerConv(16, 4, heads=1, bias=False, root_weight=False)
         head = ga.Head(16, 4, bias=True)
         for ours, theirs in ((head.query, conv.lin_query), (head.key, conv.lin_key), (head.value, conv.lin_value)):
-            ours.load_state_dict({n: p for n, p in theirs.state_dict().items()} | ({} if theirs.bias is not None else {"bias": torch.zeros(4)}))
+            ours.load_state_dict(
+                {n: p for n, p in theirs.state_dict().items()}
+                | ({} if theirs.bias is not None else {"bias": torch.zeros(4)})
+            )
         graph = random_graph(19, 19, p=0.2, seed=3)
         row, source = graph.edges()
         nodes = torch.randn(19, 16)
         for backend in EVERY:
-            torch.testing.assert_close(head(nodes, graph, backend=backend), conv(nodes, torch.stack([source, row])), **near)
+            torch.testing.assert_close(
+                head(nodes, graph, backend=backend), conv(nodes, torch.stack([source, row])), **near
+            )
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -384,6 +430,12 @@ def test_head_options() -> None:
     keys, values = rotary.keys_values(x)
     last = rotary.attend(rotary.queries(x[:, -1:], torch.tensor([8])), keys, values, ga.full(1, 9))
     torch.testing.assert_close(last, out[:, -1:])
-    for bad in (dict(heads=3, kv_heads=2), dict(score="cosine"), dict(rotary=True, head_dim=3), dict(dropout=1.0), dict(score="gatv2", rotary=True)):
+    for bad in (
+        dict(heads=3, kv_heads=2),
+        dict(score="cosine"),
+        dict(rotary=True, head_dim=3),
+        dict(dropout=1.0),
+        dict(score="gatv2", rotary=True),
+    ):
         with pytest.raises(ValueError):
             ga.Head(**{"dim": 8, "head_dim": 4} | bad)

@@ -81,10 +81,24 @@ def leaf(*shape: int, dtype: torch.dtype, g: torch.Generator) -> Tensor:
     return x.permute(*range(len(shape) - 1, -1, -1)).requires_grad_()
 
 
-OPTIONS = ("plain", "bias", "shared bias", "alibi", "relative", "softcap", "dropout", "edge vectors", "additive", "gatv2", "all")
+OPTIONS = (
+    "plain",
+    "bias",
+    "shared bias",
+    "alibi",
+    "relative",
+    "softcap",
+    "dropout",
+    "edge vectors",
+    "additive",
+    "gatv2",
+    "all",
+)
 
 
-def make_case(graph: Graph, option: str, dtype: torch.dtype = torch.float64, *, kv_heads: int = 0, seed: int = 0) -> Case:
+def make_case(
+    graph: Graph, option: str, dtype: torch.dtype = torch.float64, *, kv_heads: int = 0, seed: int = 0
+) -> Case:
     g = torch.Generator().manual_seed(seed)
     b, h = 2, 4
     bg, hg = graph.lead or (1, 1)
@@ -150,7 +164,10 @@ def run(case: Case, backend: str, want_lse: bool, pull: tuple[Tensor, Tensor] | 
         out, lse = ga.attend(case.q, case.k, case.v, case.graph, backend=backend, **case.options), None
     if pull is None:
         g = torch.Generator().manual_seed(5)
-        pull = (torch.randn(out.shape, generator=g, dtype=torch.float64), torch.randn(out.shape[:-1], generator=g, dtype=torch.float64))
+        pull = (
+            torch.randn(out.shape, generator=g, dtype=torch.float64),
+            torch.randn(out.shape[:-1], generator=g, dtype=torch.float64),
+        )
     loss = (out * pull[0].to(out.dtype)).sum()
     if lse is not None:
         # the loss reads lse only where there are edges: -inf times anything is not a number
@@ -187,7 +204,9 @@ def check(key: Any, backend: str) -> bool:
         except ValueError as error:
             assert "can't do this call" in str(error), error
             continue
-        for name, a, b in zip(["out", "lse", "dq", "dk", "dv", *(["extra"] * 4)], got, _expected(key, want_lse), strict=False):
+        for name, a, b in zip(
+            ["out", "lse", "dq", "dk", "dv", *(["extra"] * 4)], got, _expected(key, want_lse), strict=False
+        ):
             near(a, b, key[2], f"{name} of {backend}, {key}, {case.graph!r}")
         degree = case.graph.degree().expand(2, 4, case.graph.t)
         assert (got[0][degree == 0] == 0).all(), "an empty row is exactly 0"
@@ -315,7 +334,10 @@ def test_what_is_not_read_never_reaches(backend: str, bad: float) -> None:
         pytest.skip(f"{backend}: {why}")
     for name in ("causal", "window", "prefix", "documents", "random 31", "holes", "chain"):
         for j in (0, NAMED[name].s // 2, NAMED[name].s - 1):
-            for graph in (NAMED[name], NAMED[name] - graph_of((torch.arange(NAMED[name].s) == j).expand(NAMED[name].shape))):
+            for graph in (
+                NAMED[name],
+                NAMED[name] - graph_of((torch.arange(NAMED[name].s) == j).expand(NAMED[name].shape)),
+            ):
                 q, k, v = (torch.randn(1, 2, n, 3, requires_grad=True) for n in (graph.t, graph.s, graph.s))
                 clean = ga.attend(q, k, v, graph, backend="reference")
                 kb, vb = k.detach().clone(), v.detach().clone()

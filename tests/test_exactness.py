@@ -67,7 +67,8 @@ def check(seed: int, backends: tuple[str, ...]) -> dict[str, float]:
     exact = results(graph, tensors, pull, "dense", torch.float64)
     dense = results(graph, tensors, pull, "dense", torch.float32)
     bounds = [
-        4 * (d - e).abs().amax() + 8 * EPS * s for d, e, s in zip(dense, exact, scales(graph, tensors, pull), strict=True)
+        4 * (d - e).abs().amax() + 8 * EPS * s
+        for d, e, s in zip(dense, exact, scales(graph, tensors, pull), strict=True)
     ]
     worst = {}
     for backend in backends:

@@ -20,7 +20,9 @@ def scattered() -> ga.Graph:
 
 
 @pytest.mark.parametrize("backend", DONE)
-@pytest.mark.parametrize("make", [scattered, lambda: ga.window(12, 3), lambda: ga.empty(12)], ids=["scattered", "window", "empty"])
+@pytest.mark.parametrize(
+    "make", [scattered, lambda: ga.window(12, 3), lambda: ga.empty(12)], ids=["scattered", "window", "empty"]
+)
 def test_a_first_use_in_any_mode_leaves_the_graph_usable(backend: str, make) -> None:
     """What is kept on a graph belongs to no transform and no mode."""
     graph, x = make(), torch.randn(2, 2, 12, 4)

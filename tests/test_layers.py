@@ -68,7 +68,9 @@ def imports(path: Path) -> set[str]:
                 continue
             for alias in node.names:
                 whole = ".".join([*base, alias.name])
-                is_module = (PACKAGE / Path(*whole.split("."))).with_suffix(".py").exists() or (PACKAGE / Path(*whole.split("."))).is_dir()
+                is_module = (PACKAGE / Path(*whole.split("."))).with_suffix(".py").exists() or (
+                    PACKAGE / Path(*whole.split("."))
+                ).is_dir()
                 found.add(whole if is_module else ".".join(base))
         elif isinstance(node, ast.Import):
             found |= {a.name.partition(".")[2] for a in node.names if a.name.split(".")[0] == "graphattn"}
@@ -87,7 +89,9 @@ def test_imports_point_down(path: Path) -> None:
         assert other, f"{name_of(path)} imports {module}, which is in no layer"
         if other == own or (own in TOGETHER and other in TOGETHER and RANK[own] == RANK[other]):
             continue
-        assert RANK[other] < RANK[own], f"{name_of(path)} (layer {own}) imports {module} (layer {other}): imports point down"
+        assert RANK[other] < RANK[own], (
+            f"{name_of(path)} (layer {own}) imports {module} (layer {other}): imports point down"
+        )
 
 
 def test_heavy_packages_are_imported_where_they_are_used() -> None:
@@ -96,13 +100,24 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
         if name_of(path).startswith("backends.triton.") or name_of(path) == "pyg":
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom) and not node.level
+                else []
+            )
             for name in names:
-                assert name.split(".")[0] not in HEAVY, f"{name_of(path)} imports {name} at its top: import it inside the function"
+                assert name.split(".")[0] not in HEAVY, (
+                    f"{name_of(path)} imports {name} at its top: import it inside the function"
+                )
 
 
 def test_import_is_light() -> None:
-    code = "import sys, torch; before = set(sys.modules); import graphattn; graphattn.causal(4); graphattn.attend; print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    code = (
+        "import sys, torch; before = set(sys.modules); import graphattn; graphattn.causal(4); graphattn.attend; "
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not HEAVY & set(loaded)
 
@@ -114,5 +129,9 @@ def test_only_the_reference_and_backends_normalise_scores() -> None:
         if not path.exists():
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and node.attr in ("softmax", "segment_reduce", "scaled_dot_product_attention"):
+            if isinstance(node, ast.Attribute) and node.attr in (
+                "softmax",
+                "segment_reduce",
+                "scaled_dot_product_attention",
+            ):
                 assert name == "generate", f"{name}.py calls {node.attr}: attention belongs to backends"

@@ -89,8 +89,9 @@ def test_items_cover_every_edge_once(graph: ga.Graph, chunk: int, monkeypatch: p
             got = []
             for r in range(first, last):
                 shift = int(form.run_edge[r] - form.run_start[r])
-                low, high = max(int(form.run_start[r]), int(items.begin[n]) - shift), min(
-                    int(form.run_stop[r]), int(items.end[n]) - shift
+                low, high = (
+                    max(int(form.run_start[r]), int(items.begin[n]) - shift),
+                    min(int(form.run_stop[r]), int(items.end[n]) - shift),
                 )
                 got += range(low, high)
             assert got == source[items.begin[n] : items.end[n]].tolist()
@@ -246,35 +247,39 @@ SPARSE_CASES: dict[str, tuple[ga.Graph, dict[str, Any]]] = {
     "edge key and value": (
         SPARSE,
         {
-            "batch": 2, "edge_key": _edges(E, 2, 3), "edge_value": _edges(E, 2),
+            "batch": 2,
+            "edge_key": _edges(E, 2, 3),
+            "edge_value": _edges(E, 2),
             "leaves": ("edge_key", "edge_value"),
         },
     ),  # fmt: skip
     "gatv2, edge key, softcap": (
-        SPARSE, {"edge_key": _edges(E, 3), "score": _gatv2, "leaves": ("edge_key", "score"), "softcap": 1.0}
+        SPARSE,
+        {"edge_key": _edges(E, 3), "score": _gatv2, "leaves": ("edge_key", "score"), "softcap": 1.0},
     ),  # fmt: skip
     "dropout": (SPARSE, {"batch": 2, "dropout": 0.4, "seed": -12345678901}),
     "dropout, seed in a tensor, groups": (
-        SPARSE, {"heads": 4, "kv_heads": 2, "dropout": 0.9, "seed": torch.tensor(5)}
+        SPARSE,
+        {"heads": 4, "kv_heads": 2, "dropout": 0.9, "seed": torch.tensor(5)},
     ),  # fmt: skip
     "alibi": (SPARSE, {"bias": _slopes, "leaves": ("bias",)}),
     "relative": (SPARSE, {"batch": 2, "bias": _table, "leaves": ("bias",)}),
     "bfloat16": (SPARSE, {"dtype": torch.bfloat16}),
     "float16": (SPARSE, {"dtype": torch.float16}),
     "graph per batch and head, bias": (
-        LEAD, {"batch": 2, "heads": 3, "bias": _edges(EL), "leaves": ("bias",), "nodes_first": True}
+        LEAD,
+        {"batch": 2, "heads": 3, "bias": _edges(EL), "leaves": ("bias",), "nodes_first": True},
     ),  # fmt: skip
     "graph per batch and head, alibi": (LEAD, {"batch": 2, "heads": 3, "bias": _slopes, "leaves": ("bias",)}),
     "graph per batch and head, relative": (LEAD, {"batch": 2, "heads": 3, "bias": _table, "leaves": ("bias",)}),
     "graph per head, gatv2, dropout": (
-        LEAD_HEAD, {"batch": 2, "heads": 3, "score": _gatv2, "leaves": ("score",), "dropout": 0.3, "seed": 9}
+        LEAD_HEAD,
+        {"batch": 2, "heads": 3, "score": _gatv2, "leaves": ("score",), "dropout": 0.3, "seed": 9},
     ),  # fmt: skip
     "graph per head, groups": (LEAD_HEAD, {"batch": 2, "heads": 3, "kv_heads": 1}),
     "graph per batch, edge key": (
         LEAD_BATCH,
-        {
-            "batch": 2, "heads": 3, "edge_key": _edges(LEAD_BATCH.num_edges, 3, 3), "leaves": ("edge_key",)
-        },
+        {"batch": 2, "heads": 3, "edge_key": _edges(LEAD_BATCH.num_edges, 3, 3), "leaves": ("edge_key",)},
     ),  # fmt: skip
 }
 RUN_CASES: dict[str, tuple[ga.Graph, dict[str, Any]]] = {

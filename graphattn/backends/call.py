@@ -32,9 +32,9 @@ class Call:
     v: Tensor
     graph: Graph
     scale: float
-    score: Score = _DOT
+    score: Any = _DOT  # Dot, Additive or GATv2; backends branch on its `name`
     bias: Tensor | None = None
-    position: Position | None = None
+    position: Any = None  # None, Alibi or Relative
     edge_key: Tensor | None = None
     edge_value: Tensor | None = None
     softcap: float | None = None
@@ -179,7 +179,9 @@ def make_call(
     batch = q.shape[0]
     if k.shape[0] != batch or v.shape[0] != batch:
         if k.shape[0] not in (1, batch) or v.shape[0] not in (1, batch):
-            raise ValueError(f"batch axes of q, k, v are {batch}, {k.shape[0]}, {v.shape[0]}: k's and v's must be q's, or 1")
+            raise ValueError(
+                f"batch axes of q, k, v are {batch}, {k.shape[0]}, {v.shape[0]}: k's and v's must be q's, or 1"
+            )
         k, v = k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)
     heads, kv_heads = q.shape[1], k.shape[1]
     if v.shape[1] != kv_heads or (heads != kv_heads and (kv_heads == 0 or heads % kv_heads)):
@@ -300,7 +302,12 @@ def _position(bias: Position, call: Call) -> Position:
         _check_side(slopes, "alibi's slopes", call)
         return replace(bias, slopes=slopes.expand(call.heads))
     table = bias.table
-    if table.dim() not in (1, 2) or table.shape[-1] % 2 == 0 or table.dim() == 2 and table.shape[0] not in (1, call.heads):
+    if (
+        table.dim() not in (1, 2)
+        or table.shape[-1] % 2 == 0
+        or table.dim() == 2
+        and table.shape[0] not in (1, call.heads)
+    ):
         raise ValueError(f"relative's table must be ({call.heads}, 2R + 1) or (2R + 1,), got {tuple(table.shape)}")
     _check_side(table, "relative's table", call)
     return replace(bias, table=table.expand(call.heads, table.shape[-1]))

@@ -21,7 +21,9 @@ from ..scores import Additive, Alibi, GATv2, Relative
 _eager: Callable[..., tuple[Tensor, Tensor | None]] | None = None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, graph: Graph, want_lse: bool, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, graph: Graph, want_lse: bool, backend: str, **options: Any
+) -> tuple[Tensor, Tensor]:
     """`(out, lse)` through the operator; arguments are checked when it runs."""
     if torch.is_autocast_enabled(q.device.type):
         to = torch.get_autocast_dtype(q.device.type)
@@ -41,7 +43,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, graph: Graph, want_lse: bool, backen
         place, offset, table, bias = "alibi", bias.offset, bias.slopes, None
     elif isinstance(bias, Relative):
         place, offset, table, bias = "relative", bias.offset, bias.table, None
-    plain = name == "dot" and bias is None and place == "" and softcap is None and edge_key is None and edge_value is None
+    plain = (
+        name == "dot" and bias is None and place == "" and softcap is None and edge_key is None and edge_value is None
+    )
     if plain and graph.kind == "causal" and not want_lse and seed is None and backend == "auto" and graph.t <= graph.s:
         groups = q.shape[-3] // k.shape[-3] if q.dim() > 2 else 1
         if groups > 1:
@@ -77,7 +81,8 @@ def _graph(handle: Tensor, runs: list[Tensor], shape: list[int]) -> Graph:
     known = _FROM_RUNS.get(id(runs[0]))
     if known is not None and known[0]() is runs[0]:
         return known[1]
-    graph = Graph.from_runs(*runs, shape)
+    indptr, start, stop = runs
+    graph = Graph.from_runs(indptr, start, stop, shape)
     if len(_FROM_RUNS) > 64:
         _FROM_RUNS.clear()
     _FROM_RUNS[id(runs[0])] = (weakref.ref(runs[0]), graph)
@@ -160,9 +165,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor, used: Tensor, *args: Any) -> list[Tensor]:
-    return [
-        dout.new_empty(0) if args[at] is None else args[at].new_empty(args[at].shape) for at in _LEARNT.values()
-    ]
+    return [dout.new_empty(0) if args[at] is None else args[at].new_empty(args[at].shape) for at in _LEARNT.values()]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from .call import Call
 from .numerics import keep_edges, transformed
 
-
 _WARNED = False
 
 

@@ -137,4 +137,6 @@ def _kept(call: Call) -> Tensor:
         return torch.arange(n, device=call.q.device).view([-1 if i == dim else 1 for i in range(4)])
 
     graph = call.graph
-    return keep_edges(call.seed, call.dropout, axis(call.batch, 0), axis(call.heads, 1), axis(graph.t, 2), axis(graph.s, 3))
+    return keep_edges(
+        call.seed, call.dropout, axis(call.batch, 0), axis(call.heads, 1), axis(graph.t, 2), axis(graph.s, 3)
+    )

@@ -268,7 +268,7 @@ class _Attend(torch.autograd.Function):
             parts = [_Attend.apply(spec, *_slices(tensors, dims, n)) for n in range(size)]
             return tuple(torch.stack(x) for x in zip(*parts, strict=True)), (0, 0)
         # the new axis joins the batch
-        q, k, v = (_joined(x, d, size) for x, d in zip((q, k, v), dims, strict=False))
+        q, k, v = (_joined(x, d, size) for x, d in zip((q, k, v), dims, strict=False))  # type: ignore[arg-type]
         if bias is not None and (dims[3] is not None or bias.shape[0] > 1):
             nb = q.shape[0] // size
             bias = bias.movedim(dims[3], 0) if dims[3] is not None else bias.expand(size, *bias.shape)
@@ -282,7 +282,7 @@ class _AttendBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(spec: _Spec, needs: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(x for x in _backward(spec, needs, *tensors) if x is not None)
+        return tuple(x for x in _backward(spec, needs, *tensors) if x is not None)  # type: ignore[arg-type]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

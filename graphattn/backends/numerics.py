@@ -48,9 +48,7 @@ def drop_threshold(p: float) -> int:
     return int(p * 2**32)
 
 
-def keep_edges(
-    seed: int | Tensor, p: float, batch: Tensor, head: Tensor, target: Tensor, source: Tensor
-) -> Tensor:
+def keep_edges(seed: int | Tensor, p: float, batch: Tensor, head: Tensor, target: Tensor, source: Tensor) -> Tensor:
     """Bool, True where the edge survives seeded dropout of probability p."""
     return edge_hash(seed, batch, head, target, source) >= drop_threshold(p)
 
@@ -105,7 +103,7 @@ def scatter_edges(graph: Graph, x: Tensor) -> Tensor:
 
 def position_bias(position: Position, t: int, s: int, dtype: torch.dtype) -> Tensor:
     """(1, H, T_q, T_kv) bias as a function of i - j; differentiable."""
-    values = position.slopes if position.name == "alibi" else position.table
+    values = position.slopes if position.name == "alibi" else position.table  # type: ignore[union-attr]
     device = values.device
     away = torch.arange(s, device=device) - torch.arange(t, device=device)[:, None] - position.offset
     if position.name == "alibi":

@@ -46,13 +46,20 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
                     lses.append(q.new_tensor(-math.inf))
                     continue
                 edges = slice(edge_at[row], edge_at[row] + len(sources))
-                score, value = _scores(call, b, h, i, q[b, h, i], k[b, h // group][sources], sources, edges), v[b, h // group][sources]
+                score, value = (
+                    _scores(call, b, h, i, q[b, h, i], k[b, h // group][sources], sources, edges),
+                    v[b, h // group][sources],
+                )
                 if call.edge_value is not None:
                     value = value + call.edge_value.double()[edges, h if call.edge_value.shape[1] > 1 else 0]
                 lse = torch.logsumexp(score, 0)
                 p = torch.exp(score - lse)
                 if call.dropout:
-                    p = p * torch.tensor(_kept(call, b, h, i, sources), dtype=p.dtype, device=p.device) / (1 - call.dropout)
+                    p = (
+                        p
+                        * torch.tensor(_kept(call, b, h, i, sources), dtype=p.dtype, device=p.device)
+                        / (1 - call.dropout)
+                    )
                 outs.append(p @ value)
                 lses.append(lse)
     if graph.num_edges == 0 or not outs:

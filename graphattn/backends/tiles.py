@@ -579,7 +579,9 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, go: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            raise RuntimeError("tiles are differentiable once: for gradients of gradients pass backend='edges' to attend")
+            raise RuntimeError(
+                "tiles are differentiable once: for gradients of gradients pass backend='edges' to attend"
+            )
         q, k, v, bias, values, out = ctx.saved_tensors
         work, wide = ctx.work, ctx.wide
         wq, wk, wv = _wide(q, k, v, work, wide)
