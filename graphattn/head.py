@@ -125,7 +125,7 @@ class Head(nn.Module):
             else:
                 own = self._split(self.value(x), self.heads) if values is None else values
             return (own * self.target_vector.unsqueeze(-2)).sum(-1, keepdim=True)
-        q = self._split(self.query(x), self.heads)  # (..., heads, T_q, D)  # type: ignore[misc]  # type: ignore[misc]
+        q = self._split(self.query(x), self.heads)  # type: ignore[misc]  # (..., heads, T_q, D)  # type: ignore[misc]
         if self.query_norm is not None:
             q = self.query_norm(q)
         return _turn(q, positions) if self.rotary else q
