@@ -162,9 +162,9 @@ def test_auto_calibrates_at_a_long_undecided_call(monkeypatch: pytest.MonkeyPatc
 def test_estimates_grow_with_work_and_gradient() -> None:
     for name in ("dense", "sdpa", "edges", "csr", "tiles", "native"):
         module, _ = backends._try_module(name)
-        if module is None:
-            continue
         small, large = call_of(ga.causal(64)), call_of(ga.causal(2048))
+        if module is None or module.why_not(small) is not None:  # such as native without a compiler
+            continue
         assert 0 < module.cost(small) < module.cost(large), name
         learning = call_of(ga.causal(2048))
         learning.needs_grad = True
