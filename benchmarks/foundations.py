@@ -7,6 +7,7 @@ python benchmarks/foundations.py --train --text FILE # also 300 steps on several
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -113,8 +114,6 @@ def training(text: Path, steps: int) -> None:
                     warmup=100,
                 )
                 seconds = time.perf_counter() - start
-                import json
-
                 rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
                 losses[backend] = torch.tensor([r["loss"] for r in rows], dtype=torch.float64)
             worst = (losses[backend] - losses["sdpa"]).abs().max().item()

@@ -5,14 +5,12 @@ On Cora and PubMed the first projection, not attention, is most of an epoch; ove
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+from .backends.numerics import csr_tensor
 
 
 class _Pattern(NamedTuple):
@@ -63,8 +61,10 @@ class SparseFeatures:
     @classmethod
     def from_dense(cls, x: Tensor) -> SparseFeatures:
         """The non-zeros of `(N, C)`."""
-        csr = x.detach().to_sparse_csr()
-        return cls.from_csr(csr.crow_indices(), csr.col_indices(), csr.values(), (x.shape[0], x.shape[1]))
+        x = x.detach()
+        row, col = x.nonzero(as_tuple=True)
+        crow = torch.searchsorted(row, torch.arange(x.shape[0] + 1, device=x.device))
+        return cls.from_csr(crow, col, x[row, col], (x.shape[0], x.shape[1]))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -100,7 +100,7 @@ class SparseFeatures:
         return SparseFeatures(_Pattern(**moved, shape=self.shape), values)
 
     def to_dense(self) -> Tensor:
-        return _csr(self.pattern.crow, self.pattern.col, self.values, self.shape).to_dense()
+        return csr_tensor(self.pattern.crow, self.pattern.col, self.values, self.shape).to_dense()
 
     def __matmul__(self, weight: Tensor) -> Tensor:
         return _Product.apply(self.pattern, self.values.to(weight.dtype), weight)
@@ -109,10 +109,6 @@ class SparseFeatures:
         n, c = self.shape
         count = self.values.numel()
         return f"SparseFeatures({n} x {c}, {count} non-zeros, {100 * count / max(n * c, 1):.1f}% dense)"
-
-
-def _csr(crow: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
-    return torch.sparse_csr_tensor(crow, col, values, shape, check_invariants=False)
 
 
 class _Product(torch.autograd.Function):
@@ -124,7 +120,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(values)
         if values.numel() == 0:
             return weight.new_zeros(pattern.shape[0], weight.shape[1])
-        return torch.sparse.mm(_csr(pattern.crow, pattern.col, values, pattern.shape), weight.contiguous())
+        return torch.sparse.mm(csr_tensor(pattern.crow, pattern.col, values, pattern.shape), weight.contiguous())
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, None, Tensor]:
@@ -133,7 +129,7 @@ class _Product(torch.autograd.Function):
         n, c = p.shape
         if values.numel() == 0:
             return None, None, g.new_zeros(c, g.shape[1])
-        turned = _csr(p.t_crow, p.t_row, values.index_select(0, p.order), (c, n))
+        turned = csr_tensor(p.t_crow, p.t_row, values.index_select(0, p.order), (c, n))
         return None, None, torch.sparse.mm(turned, g.contiguous())
 
 

@@ -113,7 +113,7 @@ def test_a_nan_in_a_query_stays_in_its_row() -> None:
 
 @pytest.mark.parametrize("backend", ["tiles", "native"])
 def test_a_second_derivative_is_refused_not_wrong(backend: str) -> None:
-    if _try_module(backend)[0] is None or _try_module(backend)[0].why_not.__module__ is None:
+    if _try_module(backend)[0] is None:
         pytest.skip("not here")
     q = torch.randn(1, 1, 8, 4, requires_grad=True)
     try:

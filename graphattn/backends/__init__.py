@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def attend(
     Raises:
         TypeError, ValueError: what was got, what was needed; an explicit backend that can't do exactly this.
     """
-    if graph.__class__ is not Graph and isinstance(graph, Sequence) and not isinstance(graph, str):
+    if _is_list(graph):
         return _attend_parts(
             q, k, v, graph, scale=scale, score=score, bias=bias, edge_key=edge_key, edge_value=edge_value,
             softcap=softcap, dropout=dropout, seed=seed, backend=backend,
@@ -115,7 +115,7 @@ def attend_lse(
 
     -inf for a target that reads nothing.  `merge` unites several such results.  Dropout does not enter lse.
     """
-    if graph.__class__ is not Graph and isinstance(graph, Sequence) and not isinstance(graph, str):
+    if _is_list(graph):
         return _attend_parts(q, k, v, graph, backend=backend, **options)
     if torch.compiler.is_compiling():
         return compiled.attend(q, k, v, graph, True, backend, **options)  # type: ignore[arg-type]
@@ -371,6 +371,10 @@ compiled._eager = _eager
 
 def _shaped(out: Tensor, q: Tensor) -> Tensor:
     return out if q.dim() == 4 else out.reshape(*q.shape[:-1], out.shape[-1])
+
+
+def _is_list(graph: Graph | Sequence[Graph]) -> TypeGuard[Sequence[Graph]]:
+    return graph.__class__ is not Graph and isinstance(graph, Sequence) and not isinstance(graph, str)
 
 
 def _attend_parts(

@@ -7,16 +7,13 @@ sparse products allocates N x N.  It never touches what a target does not read, 
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .call import Call
-from .numerics import keep_edges, transformed
-
-_WARNED = False
+from .numerics import csr_tensor, keep_edges, transformed
 
 
 class _Pattern(NamedTuple):
@@ -118,13 +115,7 @@ def _pattern(call: Call, lead: int) -> tuple[_Pattern, int]:
 
 
 def _csr(pattern: _Pattern, values: Tensor) -> Tensor:
-    global _WARNED
-    if not _WARNED:  # torch says once per process that the format is in beta, which is nobody's mistake
-        _WARNED = True
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _csr(pattern, values)
-    return torch.sparse_csr_tensor(pattern.crow, pattern.col, values, pattern.shape, check_invariants=False)
+    return csr_tensor(pattern.crow, pattern.col, values, pattern.shape)
 
 
 def _row_sum(pattern: _Pattern, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..graph import Graph
 from ..scores import Alibi, GATv2, Relative
 from .call import Call
-from .numerics import drop_threshold
+from .numerics import drop_threshold, transformed
 
 _LIBRARY = Path(__file__).parent / "_native" / "libgraphattn.so"
 _ISA = {"base": 1, "v3": 3, "v4": 4}
@@ -181,7 +181,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
     if call.plain:
         spec = _Spec(call.graph, call.scale)
-        if not call.needs_grad and not _transformed():
+        if not call.needs_grad and not transformed():
             return _back(_forward(spec, q, k, v), dtype)
         return _back(_apply(spec, q, k, v, None, None, None, None, None), dtype)
     position, score = call.position, call.score
@@ -211,10 +211,6 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 def _back(result: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     out, lse = result
     return out if out.dtype == dtype else out.to(dtype), lse
-
-
-def _transformed() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Spec(NamedTuple):
@@ -254,7 +250,7 @@ class _Attend(torch.autograd.Function):
                 return (None,) * 9
             g_out = torch.zeros_like(out)
         needs = ctx.needs_input_grad[1:]
-        if not torch.is_grad_enabled() and not _transformed():
+        if not torch.is_grad_enabled() and not transformed():
             return None, *_backward(ctx.spec, needs, g_out, g_lse, out, lse, *inputs)
         found = iter(_AttendBackward.apply(ctx.spec, needs, g_out, g_lse, out, lse, *inputs))
         return None, *(next(found) if there else None for there in _has_gradient(needs, inputs))

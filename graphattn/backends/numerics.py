@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -70,6 +72,20 @@ def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
     wide = share.dtype
     out = sum(o.to(wide) * w.unsqueeze(-1) for o, w in zip(outs, share, strict=True))
     return out.to(outs[0].dtype), lse  # type: ignore[union-attr]
+
+
+_WARNED = False
+
+
+def csr_tensor(crow: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A sparse CSR tensor of trusted parts, without torch's warning, once per process, that the format is in beta."""
+    global _WARNED
+    if not _WARNED:
+        _WARNED = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return csr_tensor(crow, col, values, shape)
+    return torch.sparse_csr_tensor(crow, col, values, shape, check_invariants=False)
 
 
 def transformed() -> bool:

@@ -25,7 +25,6 @@ TARGET_FILL = "#fbdfc9"
 NODE = "#eef3f8"
 NO_EDGE = "#ffffff"
 EDGE = "#3b6ea5"
-BAND = "#f4f4f1"
 
 
 def new_figure(width: float = 6.4, height: float = 6.0) -> Figure:
