@@ -329,6 +329,65 @@ def test_inputs_of_audits_are_checked() -> None:
         ga.find_leak([torch.ones(2, 2)])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("bad", [1.0, 0.5, True, np.True_, torch.tensor(True), torch.tensor(1.0), torch.tensor([1]),
+                                 np.array([1]), "1", None, float("nan")])  # fmt: skip
+def test_numbers_that_are_no_integers_are_refused(bad: object) -> None:
+    two, model, x = ga.causal(2), nn.Identity(), torch.randn(1, 2, 3)
+    for ask in (
+        lambda: ga.find_leak(two, bad),  # type: ignore[arg-type]
+        lambda: ga.find_leak(two, bad, labels=[0, 1]),  # type: ignore[arg-type]
+        lambda: ga.receptive_field(two, bad),  # type: ignore[arg-type]
+        lambda: ga.assert_no_leak(model, x, offset=bad),  # type: ignore[arg-type]
+        lambda: ga.assert_no_leak(model, x, offset=0, positions=[bad]),  # type: ignore[list-item]
+    ):
+        with pytest.raises(TypeError, match="must be an integer, got"):
+            ask()
+    if bad is not None:
+        with pytest.raises(TypeError, match="batch must be an integer"):
+            ga.coverage(two.expand(3, 1), batch=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"offset must be within 2\*\*40"):
+        ga.find_leak(two, 2**41)
+
+
+def test_integers_of_every_kind_are_one() -> None:
+    g = ga.band(5, 2, 1)
+    for one in (np.int64(1), np.uint8(1), torch.tensor(1), torch.tensor(1, dtype=torch.int32), np.array(1)):
+        assert ga.find_leak(g, one) == ga.find_leak(g, 1)  # type: ignore[arg-type]
+        assert torch.equal(ga.receptive_field(g, one), ga.receptive_field(g, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("t", [0, 1, 5])
+@pytest.mark.parametrize("lead", [(0, 1), (1, 0), (0, 0), (0, 3), (3, 0)])
+def test_no_sample_leaks_nothing_and_no_head_reads_nothing(lead: tuple[int, int], t: int) -> None:
+    none = ga.from_mask(torch.ones(*lead, t, t, dtype=torch.bool))
+    labels, samples = torch.arange(t), lead[0]
+    stacks: list[ga.Graph | list[ga.Graph]] = [none, [none, none]]
+    if lead[1]:
+        stacks.append([ga.full(t), none])
+    for stack in stacks:
+        for options in ({}, {"offset": 0}, {"labels": labels}, {"labels": labels, "hidden": labels >= 0}):
+            found = ga.find_leak(stack, **options)  # type: ignore[arg-type]
+            # a target keeps its own input whatever it reads
+            own = samples > 0 and t > 0 and "hidden" not in options and options.get("offset") != 1
+            own = own and ("labels" in options or options.get("offset") == 0)
+            assert (found is not None) == own
+            assert found is None or (found.path == () and found.batch == (0 if samples > 1 else None))
+        if samples == 0:
+            with pytest.raises(ValueError, match=r"of 0 samples, such as Graph\(0 x"):
+                ga.coverage(stack, 0)
+        elif t:
+            assert ga.receptive_field(stack, t - 1, 0).tolist() == [t - 1]
+            assert bool((ga.coverage(stack, 0) == 1).all())
+    if t and samples == 0:
+        with pytest.raises(ValueError, match="batch axes"):
+            ga.find_leak([none, ga.full(t).expand(2, 1)])
+    if t and samples:
+        # the labels have samples where the layers have none of their own
+        assert ga.find_leak(ga.causal(t), hidden=torch.zeros(0, t, dtype=torch.bool), labels=labels) is None
+        assert ga.find_leak([none, ga.causal(t)]) is None
+        assert ga.find_leak([none, ga.full(t)] if t > 1 else ga.full(t), 0) is not None
+
+
 def test_a_search_of_hours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphattn.audit.flow._MOST", 5000)
     ring = ga.from_edge_index(torch.stack([torch.arange(200).roll(1), torch.arange(200)]), 200)

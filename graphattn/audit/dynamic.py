@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .flow import whole
+
 
 def assert_no_leak(
     model: Callable[..., Any],
@@ -39,6 +41,7 @@ def assert_no_leak(
         AssertionError: naming the input, the output, and by how much it moved.
         ValueError: outputs without a position for each input, or that are not finite.
     """
+    offset = whole(offset, "offset")
     axis = min(inputs.dim() - 1, 1)
     t = inputs.shape[axis]
     modules = model.modules() if isinstance(model, torch.nn.Module) else []
@@ -122,10 +125,11 @@ def _positions(positions: Sequence[int] | None, t: int, offset: int) -> list[int
         if len(every) <= 128:
             return list(every)
         return sorted({every[round(k * (len(every) - 1) / 127)] for k in range(128)})
-    wrong = [p for p in positions if not 0 <= p < t]
+    chosen = [whole(p, "a position") for p in positions]
+    wrong = [p for p in chosen if not 0 <= p < t]
     if wrong:
         raise ValueError(f"position {wrong[0]} is out of range for {t} inputs")
-    return list(positions)
+    return chosen
 
 
 def _other(inputs: Tensor, vocab: int | None, generator: torch.Generator) -> Tensor:

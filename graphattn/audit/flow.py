@@ -6,6 +6,7 @@ Heads of a layer are united, samples of a batch never mix.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +91,8 @@ class _Layer:
         indptr = graph.indptr[low : low + h * graph.t + 1].cpu().numpy()
         a, z = indptr[0], indptr[-1]
         self.t, self.heads = graph.t, h if graph.lead and h > 1 else 0
-        self.indptr = indptr - a
+        # without a head nothing is read
+        self.indptr = indptr - a if h else np.zeros(graph.t + 1, dtype=np.int64)
         self.start, self.stop = graph.start[a:z].cpu().numpy(), graph.stop[a:z].cpu().numpy()
         # a run of 2**k..2**(k+1) - 1 sources is the union of two stretches of 2**k
         self.level = np.frexp((self.stop - self.start).astype(np.float64))[1].astype(np.int64) - 1
@@ -191,8 +193,22 @@ def _table(value: np.ndarray, levels: int, op: np.ufunc) -> np.ndarray:
     return table.reshape(levels * t, *value.shape[1:])
 
 
-def _check(graphs: Graph | Iterable[Graph]) -> tuple[list[Graph], int, int]:
-    """Layers, number of nodes, number of samples (0: no layer has a batch axis)."""
+def whole(x: object, name: str) -> int:
+    """`x` as a Python int of at most 2**40 either way; a bool, a float or a tensor with axes is none."""
+    got = f"{x!r}" if not isinstance(x, Tensor) else f"a tensor of {x.dtype} and shape {tuple(x.shape)}"
+    if isinstance(x, (bool, np.bool_)) or (isinstance(x, (Tensor, np.ndarray)) and (x.ndim or "bool" in str(x.dtype))):
+        raise TypeError(f"{name} must be an integer, got {got}")
+    try:
+        n = operator.index(x)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {got}") from None
+    if abs(n) > 2**40:
+        raise ValueError(f"{name} must be within 2**40, got {n}")
+    return n
+
+
+def _check(graphs: Graph | Iterable[Graph]) -> tuple[list[Graph], int, int | None]:
+    """Layers, number of nodes, number of samples (None: no layer has a batch axis)."""
     layers = [graphs] if isinstance(graphs, Graph) else list(graphs)
     if not layers:
         raise ValueError("a stack needs at least one graph")
@@ -204,7 +220,7 @@ def _check(graphs: Graph | Iterable[Graph]) -> tuple[list[Graph], int, int]:
     sizes = {g.lead[0] for g in layers if g.lead} - {1}
     if len(sizes) > 1:
         raise ValueError(f"layers have batch axes of {sorted(sizes)} samples")
-    return layers, layers[0].t, sizes.pop() if sizes else 0
+    return layers, layers[0].t, sizes.pop() if sizes else None
 
 
 def _prepare(layers: Sequence[Graph], batch: int) -> list[_Layer]:
@@ -224,6 +240,7 @@ def receptive_field(graphs: Graph | Iterable[Graph], target: int, batch: int | N
         batch: the sample, needed when a layer has a batch axis longer than 1.
     """
     layers, t, b = _stack(graphs, batch)
+    target = whole(target, "target")
     if not 0 <= target < t:
         raise ValueError(f"target {target} is out of range for {t} nodes")
     seen = np.zeros(t, dtype=bool)
@@ -331,11 +348,14 @@ def _cover_bits(made: list[_Layer], goal: Graph | None, again: bool, t: int) -> 
 
 def _stack(graphs: Graph | Iterable[Graph], batch: int | None) -> tuple[list[Graph], int, int]:
     layers, t, samples = _check(graphs)
+    if samples == 0:
+        raise ValueError(f"the layers are of 0 samples, such as {next(g for g in layers if 0 in g.lead[:1])!r}")
     if samples and batch is None:
         raise ValueError(f"the layers differ between {samples} samples: say batch=")
-    if batch is not None and not 0 <= batch < max(samples, 1):
-        raise ValueError(f"batch {batch} is out of range for {max(samples, 1)} samples")
-    return layers, t, batch or 0
+    batch = 0 if batch is None else whole(batch, "batch")
+    if not 0 <= batch < (samples or 1):
+        raise ValueError(f"batch {batch} is out of range for {samples or 1} samples")
+    return layers, t, batch
 
 
 def _is_stretch(layer: _Layer) -> bool:
@@ -372,6 +392,7 @@ def find_leak(
     the implied residual connections.
 
     - `offset`: target i predicts source i + offset, and reading anything at or beyond it leaks (next token: 1).
+      An integer.
     - `labels (T,)`: instead, the one source that holds each target's label, -1 for none: permuted orders (XLNet),
       packed documents, node labels given as inputs (a node is its own label; `hidden` masks those to predict).
     - `hidden (T,)`: sources whose input is masked out, which say nothing but still pass on what they read.  Masked
@@ -387,11 +408,14 @@ def find_leak(
             labels, hidden, bool targets and holds may have a batch axis, `(B, T)`.
 
     Returns:
-        None, or the `Leak` with the fewest hops (of those: the first sample, then the first target).
+        None, or the `Leak` with the fewest hops (of those: the first sample, then the first target).  Of no sample,
+        None; a layer without a head reads nothing.
 
     Raises:
+        TypeError: an offset that is no integer, labels or others of another kind.
         ValueError: sizes that do not fit together, or a search among labels that would take hours; the figure is named.
     """
+    offset = whole(offset, "offset")
     layers, t, samples = _check(graphs)
     stack, names, s, samples = _streams(layers, t, samples, cross, context)
     label = _per_sample(labels, t, "labels", False)
@@ -399,8 +423,8 @@ def find_leak(
     loss = _targets(targets, t)
     held = _per_sample(holds, s, "holds", False)
     for name, x in (("labels", label), ("hidden", masked), ("targets", loss), ("holds", held)):
-        if x is not None and x.shape[0] > 1:
-            if samples and samples != x.shape[0]:
+        if x is not None and x.shape[0] != 1:
+            if samples is not None and samples != x.shape[0]:
                 raise ValueError(f"{name} has {x.shape[0]} samples, the layers have {samples}")
             samples = x.shape[0]
     for name, x in (("labels", label), ("holds", held)):
@@ -410,7 +434,7 @@ def find_leak(
             )
     found: Leak | None = None
     shared: list[_Layer] | None = None
-    for b in range(max(samples, 1)):
+    for b in range(1 if samples is None else samples):
         if shared is None or any(g.lead and g.lead[0] > 1 for g in stack):
             shared = _prepare(stack, b)
         own = _of(loss, b)
@@ -432,7 +456,7 @@ def find_leak(
             continue
         node, target, goal, path = hit
         hops = tuple(_named(hop, names, t) for hop in path)
-        found = Leak(target, int(value[node]), goal, hops, b if samples else None, node - t if node >= t else None)
+        found = Leak(target, int(value[node]), goal, hops, None if samples is None else b, node - t if node >= t else None)
         if not path:
             break
     return found
@@ -441,10 +465,10 @@ def find_leak(
 def _streams(
     layers: list[Graph],
     t: int,
-    samples: int,
+    samples: int | None,
     cross: Graph | Sequence[Graph | None] | None,
     context: Graph | Iterable[Graph],
-) -> tuple[list[Graph], list[tuple[str, int]], int, int]:
+) -> tuple[list[Graph], list[tuple[str, int]], int, int | None]:
     """Both streams as one of t + s nodes: its layers, the kind and number of each, s, and the number of samples."""
     names = [("self", k + 1) for k in range(len(layers))]
     before = [context] if isinstance(context, Graph) else list(context)
@@ -463,7 +487,7 @@ def _streams(
     for c in between:
         if c is not None and (c.t, c.s) != (t, s):
             raise ValueError(f"cross {c!r} must be ({t} <- {s}): targets are the stream's, sources the context's")
-    sizes = {g.lead[0] for g in extra if g.lead} - {1} | ({samples} if samples else set())
+    sizes = {g.lead[0] for g in extra if g.lead} - {1} | (set() if samples is None else {samples})
     if len(sizes) > 1:
         raise ValueError(f"layers have batch axes of {sorted(sizes)} samples")
     made: dict[tuple[int, int, int], Graph] = {}
@@ -482,7 +506,7 @@ def _streams(
         if c is not None:
             stack.append(put(c, 0, t))
             names.append(("cross", k))
-    return stack, names, s, sizes.pop() if sizes else 0
+    return stack, names, s, sizes.pop() if sizes else None
 
 
 def _embed(graph: Graph, n: int, row: int, col: int) -> Graph:

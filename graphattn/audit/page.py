@@ -43,9 +43,9 @@ def audit_page(
         lines.append(f"  {g.num_runs} runs, tiles of {tile} x {tile} are {100 * tile_fill(g, tile):.1f}% full")
     lines += [
         "",
-        f"receptive field of a target, itself included, of {t} sources" + (f" (sample {batch})" if samples else ""),
+        f"receptive field of a target, itself included, of {t} sources" + ("" if samples is None else f" (sample {batch})"),
     ]
-    sizes, how = _fields(layers, t, batch if samples else None)
+    sizes, how = _fields(layers, t, None if samples is None else batch)
     for k, row in enumerate(sizes):
         if t:
             low, mid, high = int(row.min()), float(np.median(row)), int(row.max())
@@ -101,7 +101,7 @@ def audit_picture(
     axes[-2].set_ylabel("sources read, at most")
     if t:
         axes[-2].legend(fontsize=8)
-    sizes, how = _fields(layers, t, batch if samples else None)
+    sizes, how = _fields(layers, t, None if samples is None else batch)
     if t:
         depth = range(len(sizes))
         axes[-1].fill_between(depth, sizes.min(1), sizes.max(1), alpha=0.25)
