@@ -456,7 +456,9 @@ def find_leak(
             continue
         node, target, goal, path = hit
         hops = tuple(_named(hop, names, t) for hop in path)
-        found = Leak(target, int(value[node]), goal, hops, None if samples is None else b, node - t if node >= t else None)
+        found = Leak(
+            target, int(value[node]), goal, hops, None if samples is None else b, node - t if node >= t else None
+        )
         if not path:
             break
     return found

@@ -43,7 +43,8 @@ def audit_page(
         lines.append(f"  {g.num_runs} runs, tiles of {tile} x {tile} are {100 * tile_fill(g, tile):.1f}% full")
     lines += [
         "",
-        f"receptive field of a target, itself included, of {t} sources" + ("" if samples is None else f" (sample {batch})"),
+        f"receptive field of a target, itself included, of {t} sources"
+        + ("" if samples is None else f" (sample {batch})"),
     ]
     sizes, how = _fields(layers, t, None if samples is None else batch)
     for k, row in enumerate(sizes):
