@@ -397,8 +397,10 @@ class Graph:
             return self
         if any(a not in (1, n) for a, n in zip(lead, (batch, head), strict=True)):
             raise ValueError(f"{self!r} has leading axes {lead}, which do not expand to ({batch}, {head})")
+        self._refuse(batch * head * self.t, f"expanding to ({batch}, {head})", "rows")
         count = self.indptr.diff().view(*lead, self.t).expand(batch, head, self.t).reshape(-1)
         indptr = _starts(count)
+        self._refuse(int(indptr[-1]), f"expanding to ({batch}, {head})", "runs")
         source = torch.arange(lead[0] * lead[1], device=self.device).view(lead).expand(batch, head).reshape(-1)
         first = self.indptr[source * self.t].repeat_interleave(self.t)
         within = self.indptr[:-1].view(*lead, self.t).expand(batch, head, self.t).reshape(-1) - first
@@ -492,6 +494,7 @@ class Graph:
     def _gather_rows(self, rows: Tensor, shape: Sequence[int]) -> Graph:
         count = self.indptr.diff()[rows]
         indptr = _starts(count)
+        self._refuse(int(indptr[-1]), f"taking {rows.numel():,} rows", "runs")
         pick = torch.repeat_interleave(self.indptr[rows] - indptr[:-1], count)
         pick += torch.arange(pick.numel(), device=self.device)
         return Graph._new(indptr, self.start[pick], self.stop[pick], shape)

@@ -6,6 +6,7 @@ batch is `causal(t) & padding(lengths, t)`.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -13,10 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .graph import LIMIT, Graph, _starts
+from .graph import LIMIT, Graph, _starts, check_shape
 
 
 def _size(n: int, name: str, least: int = 0) -> int:
+    if isinstance(n, bool) or str(getattr(n, "dtype", "")).endswith("bool"):
+        raise TypeError(f"{name} must be an integer, got {n!r}")
     try:
         n = operator.index(n)
     except TypeError:
@@ -34,13 +37,31 @@ _MOST = {True: LIMIT, False: 2**40}  # of targets, each of which has a run; of a
 
 
 def _lengths(lengths: Tensor | Sequence[int], name: str = "lengths") -> Tensor:
-    out = torch.as_tensor(lengths)
+    try:
+        out = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be integers along one axis, got {lengths!r}") from None
     if out.dim() != 1 or (out.numel() and (out.dtype.is_floating_point or out.dtype == torch.bool)):
         raise ValueError(f"{name} must be integers along one axis, got {out.dtype} of shape {tuple(out.shape)}")
     out = out.to(torch.int64)
     if out.numel() and int(out.min()) < 0:
         raise ValueError(f"{name} must not be negative, got {int(out.min())}")
     return out
+
+
+def _total(n: Tensor, what: str, most: int = LIMIT) -> int:
+    """The sum of lengths, or a ValueError where it is more than can be built (or counted)."""
+    if float(n.double().sum()) > most:  # int64 would wrap
+        raise ValueError(f"the {what} would be {float(n.double().sum()):,.0f}, over the limit of {most:,}")
+    return int(n.sum())
+
+
+def _fits(rows: int, what: str) -> None:
+    """Refuse more rows than can be built, before anything is."""
+    if rows > LIMIT:
+        raise ValueError(
+            f"{what} would have {rows:,} rows, over the limit of {LIMIT:,}: a run for each takes {rows * 24 / 2**30:,.0f} GiB"
+        )
 
 
 def _one_run(start: Tensor, stop: Tensor, shape: Sequence[int]) -> Graph:
@@ -58,7 +79,8 @@ def full(t: int, s: int | None = None) -> Graph:
     """Every pair: the encoder of Vaswani et al. 2017, BERT; `s` sources (default: t) give cross-attention."""
     t = _size(t, "t")
     s = t if s is None else _size(s, "s")
-    return _one_run(torch.zeros(t, dtype=torch.int64), torch.full((t,), s), (t, s))
+    shape = check_shape((t, s))
+    return _one_run(torch.zeros(t, dtype=torch.int64), torch.full((t,), s), shape)
 
 
 def empty(t: int, s: int | None = None) -> Graph:
@@ -66,7 +88,7 @@ def empty(t: int, s: int | None = None) -> Graph:
     t = _size(t, "t")
     s = t if s is None else _size(s, "s")
     none = torch.zeros(0, dtype=torch.int64)
-    return Graph._new(torch.zeros(t + 1, dtype=torch.int64), none, none, (t, s))
+    return Graph._new(torch.zeros(t + 1, dtype=torch.int64), none, none, check_shape((t, s)))
 
 
 def self_loops(t: int) -> Graph:
@@ -96,7 +118,7 @@ def causal(t: int, s: int | None = None, align: Literal["start", "end"] | None =
     stop = torch.arange(1, t + 1)
     if align == "end":
         stop += s - t
-    return _one_run(torch.zeros(t, dtype=torch.int64), stop.clamp_(0, s), (t, s))
+    return _one_run(torch.zeros(t, dtype=torch.int64), stop.clamp_(0, s), check_shape((t, s)))
 
 
 def band(t: int, before: int, after: int = 0) -> Graph:
@@ -147,8 +169,9 @@ def padding(lengths: Tensor | Sequence[int], s: int, t: int | None = None) -> Gr
     t = s if t is None else _size(t, "t")
     if n.numel() and int(n.max()) > s:
         raise ValueError(f"lengths reach {int(n.max())}, but there are {s} sources")
+    _fits(n.numel() * t, f"padding of {n.numel():,} samples of {t:,} targets")
     stop = n.repeat_interleave(t)
-    return _one_run(torch.zeros_like(stop), stop, (n.numel(), 1, t, s))
+    return _one_run(torch.zeros_like(stop), stop, check_shape((n.numel(), 1, t, s)))
 
 
 def documents(lengths: Tensor | Sequence[int], t: int | None = None) -> Graph:
@@ -162,8 +185,7 @@ def documents(lengths: Tensor | Sequence[int], t: int | None = None) -> Graph:
         ValueError: `t` is not the sum of the lengths.
     """
     n = _lengths(lengths)
-    total = int(n.sum())
-    _size(total, "t")
+    total = _total(n, f"tokens of {n.numel():,} documents")
     if t is not None and t != total:
         raise ValueError(f"document lengths sum to {total}, but there are {t} tokens: pad with a document or cut")
     stop = torch.cumsum(n, 0)
@@ -183,6 +205,8 @@ def disjoint(graphs: Iterable[Graph]) -> Graph:
         return empty(0)
     lead = _common_lead(graphs, "disjoint")
     t, s = sum(g.t for g in graphs), sum(g.s for g in graphs)
+    _fits(t * (lead[0] * lead[1] if lead else 1), f"disjoint of {len(graphs):,} graphs")
+    check_shape((*lead, t, s))
     indptr, start, stop = [torch.zeros(1, dtype=torch.int64, device=graphs[0].device)], [], []
     runs = col = 0
     for g in graphs:
@@ -226,6 +250,9 @@ def stack(graphs: Iterable[Graph], axis: Literal["batch", "head"]) -> Graph:
     if len(sizes) > 1:
         raise ValueError(f"stack along {axis}: the other leading axis is {sorted(sizes)}, which does not broadcast")
     n = sizes.pop() if sizes else 1
+    _fits(
+        sum(lead[1 - other] for lead in leads) * n * first.t, f"stack of {len(graphs):,} graphs of {first.t:,} targets"
+    )
     parts = [
         g.expand(lead[0], n) if axis == "batch" else g.expand(n, lead[1]) for g, lead in zip(graphs, leads, strict=True)
     ]
@@ -367,6 +394,8 @@ def expander(t: int, degree: int, seed: int) -> Graph:
         raise ValueError(f"degree must be even, two per cycle, got {degree}")
     if degree > 2 * t:
         raise ValueError(f"degree must be at most two per node, {2 * t}, got {degree}: full(t) has every edge")
+    if t * degree > LIMIT:
+        raise ValueError(f"expander({t}, {degree}) would have {t * degree:,} edges, over the limit of {LIMIT:,}")
     generator = torch.Generator().manual_seed(seed)
     keys = [torch.zeros(0, dtype=torch.int64)]
     for _ in range(degree // 2):
@@ -390,8 +419,9 @@ def bigbird(
     if window < 1 or window % 2 == 0:
         raise ValueError(f"window must be an odd number of blocks, got {window}")
     n = -(-t // block)
+    far = random_regular(n, min(random_blocks, max(n - 1, 0)), seed)
     near = band(n, window // 2, window // 2) | global_tokens(n, range(min(global_blocks, n)))
-    return block_sparse(near | random_regular(n, min(random_blocks, max(n - 1, 0)), seed), _block_sizes(t, block))
+    return block_sparse(near | far, _block_sizes(t, block))
 
 
 # ---------------------------------------------------------------------- blocks
@@ -410,21 +440,25 @@ def block_sparse(
     if not isinstance(graph, Graph):
         raise TypeError(f"graph must be a Graph over blocks, such as causal(8), got {type(graph).__name__}")
     if not isinstance(sizes, Sequence) and getattr(sizes, "ndim", 0) == 0:
-        sizes = [_size(sizes, "sizes")] * graph.t  # type: ignore[arg-type]
-        source_sizes = [sizes[0]] * graph.s if source_sizes is None and graph.t else source_sizes
+        every = _size(sizes, "sizes")  # type: ignore[arg-type]
+        sizes = torch.full((graph.t,), every)
+        source_sizes = torch.full((graph.s,), every) if source_sizes is None else source_sizes
     rows = _lengths(sizes, "sizes").to(graph.device)  # type: ignore[arg-type]
     cols = rows if source_sizes is None else _lengths(source_sizes, "source_sizes").to(graph.device)
     for what, n, have in (("target", rows.numel(), graph.t), ("source", cols.numel(), graph.s)):
         if n != have:
             raise ValueError(f"{n} sizes given for the {have} {what} blocks of {graph!r}")
-    at = _starts(cols)
     lead = graph.lead[0] * graph.lead[1] if graph.lead else 1
-    coarse = Graph._from_pieces(graph.run_row(), at[graph.start], at[graph.stop], (*graph.lead, graph.t, int(at[-1])))
+    t, s = _total(rows, f"targets of block_sparse of {graph!r}"), _total(cols, f"sources of {graph!r}", 2**40)
+    _fits(lead * t, f"block_sparse of {graph!r}")
+    shape = check_shape((*graph.lead, t, s))
+    at = _starts(cols)
+    coarse = Graph._from_pieces(graph.run_row(), at[graph.start], at[graph.stop], (*graph.lead, graph.t, s))
     row = torch.arange(lead * graph.t, device=graph.device).repeat_interleave(rows.repeat(lead))
     runs = int((coarse.indptr.diff() * rows.repeat(lead)).sum())
     if runs > LIMIT:
         raise ValueError(f"block_sparse of {graph!r} would have {runs:,} runs, over the limit of {LIMIT:,}")
-    return coarse._gather_rows(row, (*graph.lead, int(rows.sum()), int(at[-1])))
+    return coarse._gather_rows(row, shape)
 
 
 def block_causal(sizes: Tensor | Sequence[int]) -> Graph:
@@ -490,6 +524,8 @@ def _grid(shape: int | Sequence[int], value: int | Sequence[int], name: str) -> 
     values = [value] * len(sides) if isinstance(value, int) else list(value)
     if len(values) != len(sides):
         raise ValueError(f"{name} has {len(values)} entries for a grid of {len(sides)} axes")
+    # a side of 0 hides the others in the product, but places along them are made all the same
+    _fits(max([math.prod(sides), *sides]), f"a grid of {'x'.join(map(str, sides[:8]))}")
     return sides, [_size(v, name) for v in values]
 
 
@@ -583,7 +619,8 @@ def shared_prefix(prefix: int, lengths: Tensor | Sequence[int]) -> Graph:
     """
     n = _size(prefix, "prefix")
     inner = _lengths(lengths)
-    t = n + int(inner.sum())
+    t = n + _total(inner, "tokens of continuations")
+    _fits(t, f"shared_prefix({n}, ...)")
     groups = torch.cat([torch.tensor([n]), inner])
     head = torch.full((t,), n)
     return _causal(t) & (documents(groups) | _one_run(torch.zeros_like(head), head, (t, t)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -275,6 +277,67 @@ def test_sizes_are_checked() -> None:
         ga.causal(2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="limit"):
         ga.strided(2**20, 2)
+
+
+HUGE = """
+ga.full(2**40) ga.full(2**27,2**40) ga.causal(2**40) ga.causal(2**27,2**40,"start") ga.empty(2**27,2**40)
+ga.band(2**40,1) ga.window(2**40,3) ga.prefix(2**40,3) ga.bipartite(2**40,3) ga.self_loops(2**40)
+ga.padding([1]*1000,2**20) ga.padding([1],4,2**40) ga.documents([2**30]) ga.documents([2**62]*4)
+ga.disjoint([ga.full(2**20)]*1000) ga.stack([ga.full(2**20)]*1000,"batch") ga.stack([ga.full(2**20)]*1000,"head")
+ga.dilated(2**20,2**20,2) ga.strided(2**22,3) ga.fixed(2**22,3) ga.global_tokens(2**20,range(0,2**20,2))
+ga.random_regular(2**20,2**19,0) ga.expander(2**20,2**20,0) ga.bigbird(2**40,64) ga.bigbird(2**27,1)
+ga.block_sparse(ga.causal(8),2**36) ga.block_sparse(ga.causal(4),[2**40]*4) ga.block_sparse(ga.causal(4),[2**62]*4)
+ga.block_sparse(ga.empty(10**6),2**36) ga.block_sparse(ga.causal(2),[1,1],[2**62,2**62])
+ga.block_sparse(ga.causal(2).expand(1000,1),2**18) ga.block_causal([2**40,1])
+ga.neighborhood((2**20,2**20),1) ga.neighborhood((0,2**34),1) ga.neighborhood((4096,4096),4096)
+ga.neighborhood((2**14,2**14),1,causal=True) ga.shifted_window((2**20,2**20),4) ga.shifted_window(2**30,4)
+ga.shared_prefix(2**40,[1]) ga.shared_prefix(1,[2**62]*4) ga.encoder_decoder(2**40,2)
+ga.k_hop(ga.dilated(2**12,2**12,2),2)
+ga.causal(2**10).expand(2**20,2**10) ga.dilated(2**10,2**10,2).expand(2**9,2**7)
+ga.dilated(2**10,2**10,2)[[1023]*10**6,:] ga.causal(2**20).expand(1,1)|ga.empty(2**20).expand(1000,1)
+"""
+
+
+def test_huge_sizes_are_refused_before_anything_is_built() -> None:
+    """Each of them would take from 20 GiB to more than there is; the process may not have 6."""
+    pytest.importorskip("resource")
+    calls = HUGE.split()
+    program = f"""
+import resource, time, torch, graphattn as ga
+resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30, 6 * 2**30))
+for call in {calls!r}:
+    start = time.process_time()
+    try:
+        print(call, eval(call))
+    except ValueError as error:
+        late = time.process_time() - start > 5
+        if late or not any(word in str(error) for word in ("over the limit of", "too many cells to number")):
+            print(call, error, late)
+    except BaseException as error:
+        print(call, type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("", 0), done.stdout + done.stderr
+
+
+def test_every_pattern_is_tried_with_a_huge_size() -> None:
+    from graphattn import patterns
+
+    ours = [n for n, f in vars(patterns).items() if getattr(f, "__module__", "") == patterns.__name__ and n[0] != "_"]
+    missing = [n for n in ours if f"ga.{n}(" not in HUGE]
+    assert missing == ["tree_ancestors"]  # as large as what it is given
+
+
+@pytest.mark.parametrize("bad", [True, torch.tensor(True), 2.0, "2", None])
+def test_numbers_of_patterns_are_integers(bad: object) -> None:
+    for make in (
+        lambda: ga.causal(bad),  # type: ignore[arg-type]
+        lambda: ga.window(4, bad),  # type: ignore[arg-type]
+        lambda: ga.bigbird(8, bad),  # type: ignore[arg-type]
+        lambda: ga.block_sparse(ga.causal(2), bad),  # type: ignore[arg-type]
+    ):
+        with pytest.raises((TypeError, ValueError), match="integer"):
+            make()
 
 
 @pytest.mark.parametrize("make", [ga.causal, lambda t: ga.window(t, 128), lambda t: ga.prefix(t, 1000)])
