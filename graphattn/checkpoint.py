@@ -80,8 +80,11 @@ class Run:
     # ------------------------------------------------------------------ making and opening
 
     @classmethod
-    def create(cls, folder: str | Path) -> Run:
-        """An empty run in a new or empty folder, locked for this process; it exists once `commit` was called."""
+    def create(cls, folder: str | Path, steps: int | None = None) -> Run:
+        """An empty run of `steps` steps in a new or empty folder, locked for this process.
+
+        It exists once `commit` was called.
+        """
         folder = Path(folder)
         if (folder / MANIFEST).exists():
             raise RunError(f"{folder} holds a run already: go on with --resume {folder}, or choose another --out")
@@ -95,7 +98,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{folder} can't be made: {error.strerror or error}") from None
-        empty = {"format": FORMAT, "step": 0, "steps": None, "finished": False, "best": None, "roles": {}, "files": {}}
+        empty = {"format": FORMAT, "step": 0, "steps": steps, "finished": False, "best": None, "roles": {}, "files": {}}
         run = cls(folder, empty)
         run.lock()
         run._sweep()

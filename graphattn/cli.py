@@ -56,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(argv[0])
     if command is None:
-        return _fail(f"there is no command {argv[0]!r}: use one of {', '.join(COMMANDS)}", 2)
+        from graphattn.nearest import nearest
+
+        return _fail(
+            f"there is no command {argv[0]!r}{nearest(argv[0], COMMANDS)}: use one of {', '.join(COMMANDS)}", 2
+        )
     try:
         return command(argv[1:])
     except UsageError as error:
@@ -81,9 +85,20 @@ def _fail(error: object, code: int) -> int:
 
 
 def _parser(command: str, text: str) -> Any:
+    import argparse
+
     from jsonargparse import ArgumentParser
 
-    return ArgumentParser(prog=f"graphattn {command}", description=text, exit_on_error=False)
+    class Formatter(argparse.HelpFormatter):
+        """Defaults where there is one to tell; nothing about types, which the names and errors say."""
+
+        def _get_help_string(self, action: argparse.Action) -> str:
+            about, default = action.help or "", action.default
+            silent = default is None or default is False or default in ("", argparse.SUPPRESS)
+            told = silent or action.required or "default" in about
+            return about if told else f"{about} (default: {str(default).replace('%', '%%')})"
+
+    return ArgumentParser(prog=f"graphattn {command}", description=text, exit_on_error=False, formatter_class=Formatter)
 
 
 def _parse(parser: Any, argv: Sequence[str]) -> dict[str, Any]:
@@ -130,7 +145,8 @@ def train(argv: Sequence[str]) -> int:
     defaults = TrainConfig().as_dict()
     for f in fields(TrainConfig):
         names.append(f.name)
-        about = f"{f.metadata['help']} [{_shown(defaults[f.name])}]"
+        shown = _shown(defaults[f.name])
+        about = f.metadata["help"] + (f" (default: {shown})" if shown else "")
         if isinstance(defaults[f.name], bool):
             from jsonargparse import ActionYesNo
 
@@ -192,6 +208,8 @@ def _say(line: str) -> None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
     return "; ".join(value) if isinstance(value, list) else str(value)
 
 
@@ -475,11 +493,12 @@ def audit(argv: Sequence[str]) -> int:
 
     stack, named = cycle(graphs, layers), [names[i % len(names)] for i in range(layers)]
     options = {"offset": given["offset"], "targets": torch.arange(graphs[0].t) >= loss_from}
-    print(audit_page(stack, names=named, **options))
+    found = find_leak(stack, **options)
+    print(audit_page(stack, names=named, found=found))
     if given["out"] is not None:
-        audit_picture(stack, given["out"], names=named, **options)
+        audit_picture(stack, given["out"], names=named, found=found)
         print(f"\n{given['out']}: the same as a picture")
-    return 0 if find_leak(stack, **options) is None else 1
+    return 0 if found is None else 1
 
 
 def bench(argv: Sequence[str]) -> int:
@@ -488,11 +507,13 @@ def bench(argv: Sequence[str]) -> int:
     parser.add_argument("--run", type=str, help="time the graphs of this run instead")
     parser.add_argument("--size", type=int, help="number of targets, and of sources")
     parser.add_argument("--sources", type=int, help="number of sources, if it is another")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--dtype", type=str, default="float32")
+    parser.add_argument("--batch", type=int, default=1, help="samples that share the graph")
+    parser.add_argument("--heads", type=int, default=4, help="heads of the queries")
+    parser.add_argument(
+        "--kv-heads", type=int, help="heads of keys and values, a divisor of --heads (default: as many)"
+    )
+    parser.add_argument("--head-dim", type=int, default=64, help="width of a query, key or value in one head")
+    parser.add_argument("--dtype", type=str, default="float32", help="float16, bfloat16, float32 or float64")
     parser.add_argument("--backend", action="append", help="one of ours, or all; may be repeated (default: auto)")
     parser.add_argument("--peer", action="append", help="one to compare with; may be repeated (default: all installed)")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds per graph and phase")
@@ -532,13 +553,13 @@ def nodes(argv: Sequence[str]) -> int:
     parser.add_argument("--path", type=str, help="its .npz, a folder that holds it, or the folder to download into")
     parser.add_argument("--recipe", type=str, default="published", help="published or best")
     parser.add_argument("--seeds", type=int, default=10, help="number of seeds")
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of the seeds, which are consecutive")
     parser.add_argument("--splits", type=int, default=1, help="how many of the dataset's splits")
     parser.add_argument("--epochs", type=int, help="at most this many, instead of the recipe's")
     parser.add_argument("--out", type=str, default="runs/nodes", help="folder of results and pictures")
-    parser.add_argument("--backend", type=str, default="auto")
+    parser.add_argument("--backend", type=str, default="auto", help="attention backend")
     parser.add_argument("--dense", action="store_true", help="keep features dense")
-    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar and no table, only the result")
     given = _parse(parser, argv)
     if given["epochs"] is not None and given["epochs"] < 1:
         raise UsageError(f"--epochs must be at least 1, got {given['epochs']}")

@@ -9,6 +9,8 @@ import typing
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from graphattn.nearest import nearest
+
 if TYPE_CHECKING:
     from graphattn.gpt import GPTConfig
 
@@ -130,7 +132,8 @@ class TrainConfig:
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ValueError(f"there is no option {unknown[0]!r}; known are {', '.join(sorted(known))}")
+            near = nearest(unknown[0], sorted(known))
+            raise ValueError(f"there is no option {unknown[0]!r}{near}; known are {', '.join(sorted(known))}")
         return cls(**values).check()
 
 

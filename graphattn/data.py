@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphattn.nearest import nearest
+
 # name -> (address, sha256, length in bytes)
 DATASETS = {
     "shakespeare": (
@@ -77,7 +79,8 @@ def fetch(dataset: str) -> Path:
         ValueError: unknown, not downloadable (says which file to put where), or another content.
     """
     if dataset not in DATASETS:
-        raise ValueError(f"there is no dataset {dataset!r}; known are {', '.join(DATASETS)}")
+        near = nearest(dataset, DATASETS)
+        raise ValueError(f"there is no dataset {dataset!r}{near}; known are {', '.join(DATASETS)}")
     import pooch
 
     url, sha256, size = DATASETS[dataset]

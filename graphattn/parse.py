@@ -20,6 +20,7 @@ import torch
 
 from graphattn import patterns
 from graphattn.graph import Graph
+from graphattn.nearest import nearest
 
 # longest text, deepest nesting and longest list that are read
 MAX_TEXT, MAX_DEPTH, MAX_LIST = 10_000, 64, 4096
@@ -161,7 +162,7 @@ class _Parser:
         make: Callable[..., Graph] | None = getattr(patterns, name, None) if name in NAMES else None
         if make is None:
             known = [n for n in NAMES if hasattr(patterns, n)]
-            raise self.error(f"unknown pattern {_short(name)}; known are {', '.join(known)}", at)
+            raise self.error(f"unknown pattern {_short(name)}{nearest(name, known)}; known are {', '.join(known)}", at)
         values: list[tuple[int, Any]] = []
         named: dict[str, tuple[int, Any]] = {}
         if self.take("("):
@@ -178,7 +179,7 @@ class _Parser:
             keywords[free[position]] = value
         for key, (where, value) in named.items():
             if key not in free:  # t and s as well
-                self.fail(f"{name} has no argument {_short(key)}; {hint}", where)
+                self.fail(f"{name} has no argument {_short(key)}{nearest(key, free)}; {hint}", where)
             if key in keywords:
                 self.fail(f"{name} got {key} twice", where)
             keywords[key] = value

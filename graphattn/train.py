@@ -105,7 +105,7 @@ def train(
 
             def make() -> None:
                 nonlocal run
-                run = Run.create(out)
+                run = Run.create(out, config.steps)
 
             try:
                 world.on_first(make if world.first else None)

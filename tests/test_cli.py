@@ -169,6 +169,25 @@ def test_audit(run, capsys) -> None:
     assert Path("audit.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("graph", ["causal", "full"])
+def test_audit_searches_once(graph: str, monkeypatch, capsys) -> None:
+    from graphattn import audit
+    from graphattn.audit import find_leak, flow, page
+
+    asked = []
+
+    def once(*args, **options):
+        asked.append(options)
+        return find_leak(*args, **options)
+
+    for module in (audit, flow, page):
+        monkeypatch.setattr(module, "find_leak", once)
+    leaks = graph == "full"
+    assert cli.main(["audit", "--graph", graph, "--size", "8", "-o", "audit.png"]) == leaks
+    out = capsys.readouterr().out
+    assert len(asked) == 1 and ("leak: 1 -> 0 in layer 1" in out) == leaks and ("no leak" in out) != leaks
+
+
 def test_nodes(capsys) -> None:
     assert cli.main(["nodes", "--dataset", "karate", "--seeds", "1", "--epochs", "2", "--out", "nodes"]) == 0
     assert "karate: test accuracy" in capsys.readouterr().out
@@ -364,6 +383,36 @@ def test_signals_save_and_say_how_to_go_on(number: signal.Signals) -> None:
     step = Run.open("r").step
     assert f"stopped after step {step}; go on with: graphattn train --resume r" in out
     assert len((Path("r") / "metrics.jsonl").read_text().splitlines()) == step
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_tells_what_options_do(command: str, monkeypatch, capsys) -> None:
+    found = {}
+
+    def look(parser, argv):
+        found["parser"] = parser
+        raise cli.UsageError("seen")
+
+    monkeypatch.setattr(cli, "_parse", look)
+    assert cli.main([command]) == 2
+    for action in found["parser"]._actions:
+        assert action.help and action.help[0] not in "[(", action.option_strings
+    text = " ".join(found["parser"].format_help().split())
+    assert "null" not in text and "type: " not in text and "None" not in text
+    for default in {"train": ["2000", "0.002", "causal", "yes"], "bench": ["4", "64", "auto"], "nodes": ["0"]}.get(
+        command, []
+    ):
+        assert f"default: {default})" in text
+
+
+def test_mistyped_names_say_what_was_meant(capsys) -> None:
+    for words, says in (
+        ("trian", "no command 'trian' (did you mean 'train'?)"),
+        ("train --text text.txt --graph cusal", "unknown pattern 'cusal' (did you mean 'causal'?)"),
+        ("train --dataset shakespare", "no dataset 'shakespare' (did you mean 'shakespeare'?)"),
+    ):
+        assert cli.main(words.split()) != 0
+        assert says in capsys.readouterr().err
 
 
 def test_nothing_heavy_is_imported_for_help() -> None:

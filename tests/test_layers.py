@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "graphattn"
 
 # from the bottom up: a module imports modules of lower rows only
 LAYERS = [
-    "graph",
+    "graph nearest",
     "scores blocks",
     "patterns convert audit order",
     "parse",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pickle
 import random
+import re
 import zipfile
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import graphattn as ga
+from graphattn.nearest import nearest
 from graphattn.parse import MAX_DEPTH, MAX_TEXT, NAMES, ParseError, parse
 
 parse_module = importlib.import_module("graphattn.parse")
@@ -306,3 +308,34 @@ def check_random_texts(count: int, seed: int) -> tuple[int, int]:
 def test_random_texts() -> None:
     graphs, refused = check_random_texts(4000, seed=0)
     assert graphs > 100 and refused > 1000
+
+
+# ---------------------------------------------------------------------- what was meant
+
+
+def typos(name: str) -> list[str]:
+    """One letter lost, doubled, changed, or two neighbours swapped."""
+    at = range(len(name))
+    lost = [name[:i] + name[i + 1 :] for i in at]
+    twice = [name[: i + 1] + name[i:] for i in at]
+    other = [name[:i] + "q" + name[i + 1 :] for i in at]
+    swapped = [name[:i] + name[i + 1] + name[i] + name[i + 2 :] for i in at[:-1]]
+    return [x for x in (*lost, *twice, *other, *swapped) if x != name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mistyped_pattern_is_named(name: str) -> None:
+    for wrong in typos(name) if len(name) > 4 else [name.upper(), name + name[-1]]:
+        if wrong in NAMES:
+            continue
+        with pytest.raises(ParseError) as caught:
+            parse(f"causal & {wrong}(3)", N)
+        assert re.search(rf"unknown pattern '\w+' \(did you mean [^)]*'{name}'", caught.value.line), caught.value.line
+
+
+def test_a_part_of_a_name_finds_it() -> None:
+    for part, name in (("random", "random_regular"), ("global", "global_tokens"), ("block", "block_causal")):
+        assert repr(name) in nearest(part, NAMES)
+    assert nearest("xyz", NAMES) == nearest("", NAMES) == nearest("e", NAMES) == nearest("\0" * 10**6, NAMES) == ""
+    with pytest.raises(ParseError, match=r"no argument 'befor' \(did you mean 'before'\?\)"):
+        parse("band(befor=3)", N)

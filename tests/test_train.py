@@ -331,11 +331,13 @@ def test_killed_after_a_step_that_was_not_saved(tmp_path, whole, monkeypatch) ->
 
 def test_more_steps_for_a_finished_run(tmp_path, whole) -> None:
     train(tmp_path / "r", text=TEXT, schedule="constant", **TINY)
+    assert Run.open(tmp_path / "r").manifest["steps"] == 12
     assert resume(tmp_path / "r").step == 12  # nothing to do
     with pytest.raises(TrainError, match="step 12 already"):
         resume(tmp_path / "r", steps=5)
     result = resume(tmp_path / "r", steps=20)
     assert result.finished and result.step == 20 and Run.open(tmp_path / "r").config().steps == 20
+    assert Run.open(tmp_path / "r").manifest["steps"] == 20
     train(tmp_path / "straight", text=TEXT, schedule="constant", **TINY | {"steps": 20})
     a, b = bytes_of(tmp_path / "r"), bytes_of(tmp_path / "straight")
     a.pop("config.json"), b.pop("config.json")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..graph import Graph
 from ..order import tile_fill
-from .flow import _check, coverage, find_leak, receptive_field
+from .flow import Leak, _check, coverage, find_leak, receptive_field
 
 # words of bits a page may unite for exact receptive fields (seconds); beyond, those of some targets are told
 _WORK = 10**9
@@ -18,7 +18,13 @@ _SAMPLE = 9
 
 
 def audit_page(
-    graphs: Graph | Iterable[Graph], *, names: Sequence[str] | None = None, tile: int = 64, batch: int = 0, **leak: Any
+    graphs: Graph | Iterable[Graph],
+    *,
+    names: Sequence[str] | None = None,
+    tile: int = 64,
+    batch: int = 0,
+    found: Leak | None | Literal["search"] = "search",
+    **leak: Any,
 ) -> str:
     """A text page on a stack: sizes, degrees, density, tile fill, receptive field per layer, leak or not.
 
@@ -27,6 +33,7 @@ def audit_page(
         names: one per layer, such as the expressions they were read from.
         tile: side of the tiles whose fill is told.
         batch: the sample whose receptive fields are told; leaks are looked for in all.
+        found: what `find_leak` said of these graphs, where it was asked already.
         **leak: as for `find_leak`: offset, labels, hidden, targets, cross, context, holds.
     """
     layers, t, samples = _check(graphs)
@@ -51,7 +58,7 @@ def audit_page(
         if t:
             low, mid, high = int(row.min()), float(np.median(row)), int(row.max())
             lines.append(f"  after {k:>2} layer{'s' if k != 1 else ' '}  least {low}, median {mid:g}, most {high}{how}")
-    found = find_leak(layers, **leak)
+    found = find_leak(layers, **leak) if found == "search" else found
     lines += ["", "no leak: no target reads what it predicts" if found is None else f"leak: {found}"]
     return "\n".join(lines)
 
@@ -62,12 +69,14 @@ def audit_picture(
     *,
     names: Sequence[str] | None = None,
     batch: int = 0,
+    found: Leak | None | Literal["search"] = "search",
     **leak: Any,
 ) -> Any:
     """The page as a figure: each distinct layer as a density map, its degrees, and the receptive field over depth.
 
     Args:
         path: where to save it (PNG, SVG, PDF by its ending); not saved if None.
+        names, batch, found, **leak: as for `audit_page`.
 
     Returns:
         The `matplotlib.figure.Figure`, which belongs to no window and is freed like any object.
@@ -109,7 +118,7 @@ def audit_picture(
         axes[-1].plot(depth, np.median(sizes, axis=1), marker="o", markersize=3)
     axes[-1].set_xlabel("layers")
     axes[-1].set_ylabel("receptive field" + how)
-    found = find_leak(layers, **leak)
+    found = find_leak(layers, **leak) if found == "search" else found
     figure.suptitle("no leak" if found is None else f"leak: {found}", fontsize=9)
     if path is not None:
         figure.savefig(path, dpi=120)
