@@ -127,26 +127,61 @@ def test_block_has_the_gradients_of_torch_encoder_layer() -> None:
     torch.testing.assert_close(stacked, theirs.self_attn.in_proj_weight.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_the_parts_in_the_other_order_are_torch_post_norm_encoder_layer() -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_parts_in_the_other_order_are_torch_post_norm_encoder_layer(padded: bool) -> None:
     theirs, ours = encoder_layer(norm_first=False), Block(config())
     take_block(ours, theirs)
-    x, g = torch.randn(B, T, WIDTH), ga.causal(T)
+    x, lengths = torch.randn(B, T, WIDTH), torch.tensor([7, 3, 5])
+    g = ga.padding(lengths, T) if padded else ga.causal(T)
     y = ours.norm1(x + ours.out(ours.head(x, g)))
-    same(ours.norm2(y + ours.down(F.gelu(ours.up(y)))), theirs(x, src_mask=~ga.to_mask(g)))
+    got = ours.norm2(y + ours.down(F.gelu(ours.up(y))))
+    if padded:
+        same(got, theirs(x, src_key_padding_mask=torch.arange(T) >= lengths[:, None]))
+    else:
+        same(got, theirs(x, src_mask=~ga.to_mask(g)))
 
 
-def test_cross_block_is_torch_decoder_layer() -> None:
-    theirs = nn.TransformerDecoderLayer(
-        WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+def decoder_layer(norm_first: bool) -> nn.TransformerDecoderLayer:
+    layer = nn.TransformerDecoderLayer(
+        WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=norm_first
     )
-    scramble(theirs)
-    ours = CrossBlock(config())
+    scramble(layer)
+    return layer
+
+
+def in_the_order_of(ours: CrossBlock, norm_first: bool, x: Tensor, g: ga.Graph, memory: Tensor, c: ga.Graph) -> Tensor:
+    """The block, which is pre-norm; or its parts as Vaswani et al. 2017 put them, each sum normalised."""
+    if norm_first:
+        return ours(x, g, memory, c)
+    x = ours.norm1(x + ours.out(ours.head(x, g)))
+    x = ours.norm_cross(x + ours.out_cross(ours.cross(x, c, memory)))
+    return ours.norm2(x + ours.down(F.gelu(ours.up(x))))
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_cross_block_is_torch_decoder_layer(norm_first: bool) -> None:
+    theirs, ours = decoder_layer(norm_first), CrossBlock(config())
     take_block(ours, theirs)
     x, memory, lengths = torch.randn(B, T, WIDTH), torch.randn(B, S, WIDTH), torch.tensor([4, 11, 1])
-    wanted = theirs(
-        x, memory, tgt_mask=~ga.to_mask(ga.causal(T)), memory_key_padding_mask=torch.arange(S) >= lengths[:, None]
-    )
-    same(ours(x, ga.causal(T), memory, ga.padding(lengths, S, T)), wanted)
+    g, c = ga.causal(T), ga.padding(lengths, S, T)
+    wanted = theirs(x, memory, tgt_mask=~ga.to_mask(g), memory_key_padding_mask=torch.arange(S) >= lengths[:, None])
+    same(in_the_order_of(ours, norm_first, x, g, memory, c), wanted)
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_cross_block_has_the_gradients_of_torch_decoder_layer(norm_first: bool) -> None:
+    theirs, ours = decoder_layer(norm_first), CrossBlock(config())
+    take_block(ours, theirs)
+    x, memory, direction = torch.randn(B, T, WIDTH), torch.randn(B, S, WIDTH), torch.randn(B, T, WIDTH)
+    mine, other = ([z.clone().requires_grad_() for z in (x, memory)] for _ in range(2))
+    g, c = ga.band(T, 2, 1), ga.from_mask((torch.arange(T)[:, None] + torch.arange(S)) % 3 > 0)
+    (in_the_order_of(ours, norm_first, mine[0], g, mine[1], c) * direction).sum().backward()
+    (theirs(*other, tgt_mask=~ga.to_mask(g), memory_mask=~ga.to_mask(c)) * direction).sum().backward()
+    for a, b in zip(mine, other, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+    for head, attn in ((ours.head, theirs.self_attn), (ours.cross, theirs.multihead_attn)):
+        stacked = torch.cat([layer.weight.grad for layer in (head.query, head.key, head.value)])
+        torch.testing.assert_close(stacked, attn.in_proj_weight.grad, rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------------- GPT-2's block, as nanoGPT has it
