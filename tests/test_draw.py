@@ -103,6 +103,64 @@ def test_tile_density_is_exact(t: int, s: int, seed: int, size: int) -> None:
     torch.testing.assert_close(torch.from_numpy(tile_density(view_of(g, w), size)), mass)
 
 
+def lightness(color: object) -> np.ndarray:
+    """CIE L* of colours, `(..., 3)` or one by name: 0 is black, 100 white."""
+    from matplotlib.colors import to_rgb
+
+    c = np.asarray(to_rgb(color) if isinstance(color, (str, tuple)) else color, dtype=float)[..., :3]  # type: ignore[arg-type]
+    linear = np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+    y = linear @ np.array([0.2126, 0.7152, 0.0722])
+    return np.where(y > 0.0089, 116 * np.cbrt(y) - 16, 903.3 * y)
+
+
+def tiles_are_seen(image: object) -> np.ndarray:
+    """Tiles that hold an edge are at least 15 darker than white, and the others are white; returns which are dark."""
+    data = image.get_array()  # type: ignore[attr-defined]
+    shown = image.cmap(image.norm(data))  # type: ignore[attr-defined]
+    light = lightness(np.asarray(shown))
+    hidden = np.ma.getmaskarray(data)
+    assert (light[hidden] > 99).all() and (light[~hidden] < 85).all()
+    return ~hidden
+
+
+@settings(max_examples=25)
+@given(st.integers(513, 5000), st.integers(1, 5000), st.integers(0, 10**6), st.booleans())
+def test_every_tile_with_an_edge_is_seen(t: int, s: int, seed: int, near: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    few = torch.randint(0, 10**9, (2, 9), generator=generator) % torch.tensor([[s], [t]])
+    g = ga.from_edge_index(few, (t, s))
+    if near:
+        g = g | ga.causal(t, s, "end")
+    ax = draw(g)
+    dark = tiles_are_seen(ax.images[0])
+    size = tile_size(t, s)
+    target, source = few[1] // size, few[0] // size
+    assert dark[target.numpy(), source.numpy()].all()
+    count = np.zeros_like(dark)
+    row, col = g.edges()
+    count[(row // size).numpy(), (col // size).numpy()] = True
+    assert np.array_equal(count, dark)
+
+
+def test_global_tokens_stay_visible_beside_a_diagonal(tmp_path: Path) -> None:
+    g = ga.window(70_000, 500) | ga.global_tokens(70_000, [0, 30_000])
+    ax = draw(g)
+    assert ax.figure.axes[1].get_ylabel() == "share of a tile's cells that are edges\n(colour by logarithm)"
+    dark = tiles_are_seen(ax.images[0])
+    assert dark[0].all() and dark[:, 0].all() and dark[30_000 // 512].all() and dark[:, 30_000 // 512].all()
+    even = draw(ga.causal(700))
+    assert even.figure.axes[1].get_ylabel() == "share of a tile's cells that are edges"
+    # the same in small panels, on one scale
+    figure = draw_grid([g, ga.causal(70_000)], titles=["g", "causal"])
+    a, b = (ax.images[0] for ax in figure.axes if ax.images)
+    assert a.norm is b.norm and tiles_are_seen(a)[0].all() and tiles_are_seen(b)[-1].all()
+    assert "each cell is a tile of 2048 x 2048 pairs" in figure.axes[-1].get_ylabel()
+    # and in what an audit saves
+    audit = ga.audit_picture([g, ga.causal(70_000)])
+    maps = [ax.images[0] for ax in audit.axes if ax.images]
+    assert len(maps) == 2 and tiles_are_seen(maps[0])[:, 0].all() and tiles_are_seen(maps[1])[-1].all()
+
+
 # ---------------------------------------------------------------------- arrows
 
 
@@ -228,17 +286,12 @@ def test_weights_may_require_gradients_and_be_half() -> None:
 
 
 def test_colours_differ_in_lightness_for_every_eye() -> None:
-    from matplotlib.colors import to_rgb
-
     from graphattn.draw import palette
 
-    def lightness(color: object) -> float:
-        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))  # type: ignore[arg-type]
-        return 116 * (0.2126 * r + 0.7152 * g + 0.0722 * b) ** (1 / 3) - 16  # CIE L*
-
-    cmap = palette.scale(np.array([0.0, 1.0]))[1]
-    ramp = [lightness(cmap(x)) for x in np.linspace(0, 1, 20)]
-    assert all(a - b > 1 for a, b in zip(ramp, ramp[1:], strict=False)) and ramp[0] < 95
+    for density in (False, True):
+        cmap = palette.scale(np.array([0.1, 1.0]), density=density)[1]
+        ramp = [lightness(cmap(x)) for x in np.linspace(0, 1, 20)]
+        assert all(a - b > 1 for a, b in zip(ramp, ramp[1:], strict=False)) and ramp[0] < 95
     assert abs(lightness(palette.SOURCE) - lightness(palette.NODE)) > 40  # lit and unlit nodes of a stack
     assert abs(lightness(palette.TARGET) - lightness(palette.NODE)) > 35
 
@@ -378,11 +431,17 @@ def kinds() -> dict[str, object]:
         "circle words": lambda: draw(g, w, "circle", labels=WORDS),
         "circle 16": lambda: draw(ga.window(16, 2), layout="circle", labels=WORDS * 2),
         "line": lambda: draw(ga.band(8, 2, 1), w[: ga.band(8, 2, 1).num_edges], "line", labels=WORDS),
+        "circle emoji": lambda: draw(
+            g, layout="circle", labels=["\U0001f680", "\U0001f389", "\u4f60\u597d", *WORDS[:5]]
+        ),
+        "matrix emoji": lambda: draw(g, layout="matrix", labels=["\U0001f680", "\U0001f1fa\U0001f1f3"] * 4),
         "columns": lambda: draw(ga.full(5, 7), layout="columns", labels=WORDS[:5], source_labels=WORDS[:7]),
         "matrix": lambda: draw(g, w, "matrix", labels=WORDS),
         "matrix 48": lambda: draw(ga.causal(48), layout="matrix", labels=WORDS * 6),
         "matrix 2x40": lambda: draw(ga.full(2, 40), layout="matrix", source_labels=WORDS * 5),
         "density": lambda: draw(ga.causal(70_000)),
+        "density of few": lambda: draw(ga.window(70_000, 500) | ga.global_tokens(70_000, [0, 30_000])),
+        "densities": lambda: draw_grid([ga.window(300, 10) | ga.global_tokens(300, [0]), ga.causal(300)]),
         "stack": lambda: draw_stack([ga.window(8, 2)] * 3, target=6, labels=WORDS),
         "strips": lambda: draw_stack([ga.window(900, 50)] * 4, target=600),
         "heads": lambda: draw_grid(g, w.expand(4, -1), labels=WORDS),

@@ -167,6 +167,74 @@ def test_long_labels_are_cut_by_columns() -> None:
     assert all(columns(visible(s, 12)) <= 12 for s in HOSTILE)
 
 
+EMOJI = ["\U0001f680", "\U0001f600", "a\U0001f680b", "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\U0001f1fa\U0001f1f3",
+         "\U0001f44d\U0001f3fd", "\u2764\ufe0f", "\U0001f389"]  # fmt: skip
+
+
+@pytest.fixture
+def dejavu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has no other font than matplotlib's own."""
+    from graphattn.draw import text
+
+    monkeypatch.setattr(text, "_family_with", lambda c: None)
+
+
+@pytest.mark.parametrize(
+    ("label", "stands_in"),
+    [
+        ("\U0001f680", ":rocket:"), ("a\U0001f680b", "a:rocket:b"), ("\U0001f1fa\U0001f1f3", "UN"),
+        ("\U0001f44d\U0001f3fd", ":thumbs-up:"), ("\U0001f389", ":party:"), ("\u4f60", "▯4F60"),
+        ("\U0001f469\u200d\U0001f469\u200d\U0001f467", ":woman:…"), ("\u2764\ufe0f", "\u2764"),
+    ],
+)  # fmt: skip
+def test_what_no_font_has_gets_a_short_stand_in(label: str, stands_in: str, dejavu_only: None) -> None:
+    assert drawn(label) == stands_in
+
+
+def test_every_emoji_has_a_stand_in_of_its_own_letters(dejavu_only: None) -> None:
+    import unicodedata
+
+    from graphattn.draw.text import stand_in
+
+    wide = [chr(n) for n in range(0x1F300, 0x1FB00) if unicodedata.category(chr(n)) in ("So", "Sk")]
+    assert len(wide) > 900
+    for c in wide:
+        text = stand_in(c)
+        assert columns(text) <= 12 and text.isascii() and "<" not in text
+        assert text or 0x1F3FB <= ord(c) <= 0x1F3FF
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert columns(drawn(c * 3)) <= 12
+
+
+@pytest.mark.parametrize("layout", ["circle", "line", "columns", "matrix"])
+def test_an_svg_tells_the_label_that_a_stand_in_stands_for(layout: str, dejavu_only: None, tmp_path: Path) -> None:
+    labels = [*EMOJI, "plain", "$x$", "a longer label than is drawn", "<b>&\x00"]
+    g = ring(len(labels))
+    ax = draw(g, layout=layout, labels=labels, title="to the \U0001f680")
+    for text in (to_svg(ax), save(ax, tmp_path / "a.svg").read_text(encoding="utf-8")):
+        root = ET.fromstring(text.encode())
+        titles = [e.text for e in root.iter("{http://www.w3.org/2000/svg}title")]
+        assert {*EMOJI[2:6], EMOJI[0], EMOJI[7], labels[-2], "<b>&^@", "to the \U0001f680"} <= set(titles)
+        assert not {"plain", "$x$"} & set(titles)
+        for e in root.iter():
+            assert e.tag.rsplit("}", 1)[-1] not in ("script", "foreignObject", "a")
+    again = draw(g, layout=layout, labels=labels, title="to the \U0001f680")
+    assert to_svg(again) == to_svg(draw(g, layout=layout, labels=labels, title="to the \U0001f680"))
+    assert all(artist.get_gid() is None for artist in ax.figure.findobj(lambda a: hasattr(a, "graphattn_label")))
+
+
+def test_stand_ins_stay_out_of_small_circles(dejavu_only: None) -> None:
+    from matplotlib.patches import Circle
+
+    ax = draw(ga.window(4, 2), layout="circle", labels=EMOJI[:4])
+    renderer = ax.figure.canvas.get_renderer()
+    nodes = [p.get_window_extent(renderer) for p in ax.patches if isinstance(p, Circle)]
+    for text in ax.texts:
+        box = text.get_window_extent(renderer)
+        assert not any(box.overlaps(node) for node in nodes)
+
+
 def test_dollars_stay_dollars() -> None:
     from matplotlib import cbook
 

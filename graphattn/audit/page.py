@@ -81,7 +81,8 @@ def audit_picture(
     Returns:
         The `matplotlib.figure.Figure`, which belongs to no window and is freed like any object.
     """
-    from matplotlib.colors import PowerNorm
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
     from matplotlib.figure import Figure
 
     layers, t, samples = _check(graphs)
@@ -92,15 +93,29 @@ def audit_picture(
     shown = distinct[:4]
     figure = Figure(figsize=(3.2 * (len(shown) + 2), 3.4), layout="constrained")
     axes = figure.subplots(1, len(shown) + 2, squeeze=False)[0]
-    for ax, k in zip(axes, shown, strict=False):
+    side = max(1, -(-t // 256))
+    maps = [np.ma.masked_equal(density_map(layers[k], side), 0) if t else np.ma.zeros((0, 0)) for k in shown]
+    # from light grey, so that a tile with a single edge is seen; one scale for all layers
+    low = min((float(m.min()) for m in maps if m.count()), default=1.0)
+    shade = LogNorm(low, 1) if low < 0.2 else Normalize(0, 1)
+    greys = LinearSegmentedColormap.from_list("graphattn_greys", ["#bdbdbd", "#000000"]).with_extremes(bad="#ffffff")
+    for ax, k, share in zip(axes, shown, maps, strict=False):
         g = layers[k]
-        side = max(1, -(-max(g.t, 1) // 256))
-        if g.t:
-            shade, box = PowerNorm(0.4, vmin=0, vmax=1), (0, g.s, g.t, 0)
-            ax.imshow(density_map(g, side), cmap="Greys", norm=shade, origin="upper", extent=box, aspect="auto")
+        if share.size:
+            box = (0, share.shape[1] * side, share.shape[0] * side, 0)
+            ax.imshow(share, cmap=greys, norm=shade, origin="upper", extent=box, aspect="auto", interpolation="nearest")
+            ax.set_xlim(0, g.s)
+            ax.set_ylim(g.t, 0)
         ax.set_title(f"layer {k + 1}" + (f": {names[k]}" if names else ""), fontsize=9)
         ax.set_xlabel("source")
         ax.set_ylabel("target")
+    if any(bool((m.compressed() < 1).any()) for m in maps):
+        bar = figure.colorbar(ScalarMappable(shade, greys), ax=axes[: len(shown)], fraction=0.04, pad=0.02)
+        how = "\n(colour by logarithm)" if isinstance(shade, LogNorm) else ""
+        bar.set_label(
+            (f"share of a tile of {side} x {side}" if side > 1 else "share of heads and samples") + how, fontsize=8
+        )
+        bar.ax.tick_params(labelsize=7)
     for k in shown:
         degree = np.sort(layers[k].degree().reshape(-1).cpu().numpy())
         if degree.size:

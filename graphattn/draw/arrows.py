@@ -10,7 +10,7 @@ import numpy as np
 
 from graphattn.draw import palette
 from graphattn.draw.layouts import Point
-from graphattn.draw.text import columns, drawn, visible
+from graphattn.draw.text import columns, drawn, keep_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,8 @@ Arrow = tuple[int, int, float, Any, float]  # source, target, width in points, c
 
 
 def fits_inside(labels: Sequence[str]) -> bool:
-    return all(columns(visible(s, 4)) <= 3 for s in labels)
+    """Short enough as they will be drawn, which may be longer than they are."""
+    return all(columns(drawn(s).replace(r"\$", "$")) <= 3 for s in labels)
 
 
 def draw_nodes(
@@ -55,11 +56,12 @@ def draw_nodes(
         style: dict[str, Any] = {"fontsize": size, "color": palette.INK, "zorder": 4}
         text = drawn(labels[i])
         if side == "inside":
-            ax.text(x, y, text, ha="center", va="center_baseline", **style)
+            keep_label(ax.text(x, y, text, ha="center", va="center_baseline", **style), labels[i])
             continue
         if side != "radial":
             left, gap = side == "left", 2.0 * radius
-            ax.text(x - gap if left else x + gap, y, text, ha="right" if left else "left", va="center", **style)
+            ha = "right" if left else "left"
+            keep_label(ax.text(x - gap if left else x + gap, y, text, ha=ha, va="center", **style), labels[i])
             continue
         style["path_effects"] = [withStroke(linewidth=2.5, foreground=palette.PAPER)]
         gap = (clear if i in looped else radius) + 0.35 * radius
@@ -67,7 +69,7 @@ def draw_nodes(
         dx, dy = (x / norm, y / norm) if norm > 1e-9 else (0.0, 1.0)
         ha = "left" if dx > 0.2 else "right" if dx < -0.2 else "center"
         va = "bottom" if dy > 0.5 else "top" if dy < -0.5 else "center"
-        ax.text(x + gap * dx, y + gap * dy, text, ha=ha, va=va, **style)
+        keep_label(ax.text(x + gap * dx, y + gap * dy, text, ha=ha, va=va, **style), labels[i])
 
 
 def draw_arrows(

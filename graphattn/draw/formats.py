@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from graphattn.draw import palette
 from graphattn.draw.page import to_html
 from graphattn.draw.picture import draw
-from graphattn.draw.text import labels_of, visible
+from graphattn.draw.text import for_xml, labels_of, visible
 from graphattn.draw.view import edge_values, view_of
 from graphattn.graph import Graph
 
@@ -79,13 +78,8 @@ def to_graphml(
     out = _named(networkx_of(graph, weights, labels, source_labels))
     for _, data in out.nodes(data=True):
         if "label" in data:
-            data["label"] = "".join(c if _in_xml(c) else visible(c) for c in data["label"])
+            data["label"] = for_xml(data["label"])
     return "\n".join(nx.generate_graphml(out)) + "\n"
-
-
-def _in_xml(c: str) -> bool:
-    n = ord(c)
-    return c in "\t\n" or 0x20 <= n <= 0xD7FF or 0xE000 <= n <= 0xFFFD or n >= 0x10000
 
 
 def _named(graph: Any) -> Any:
@@ -130,13 +124,14 @@ def _dot_string(label: object) -> str:
 
 
 def to_svg(picture: Any) -> str:
-    """The SVG text of an Axes or a Figure: letters as outlines, so it needs no font; the same bytes every time."""
+    """The SVG text of an Axes or a Figure: letters as outlines, so it needs no font; the same bytes every time.
+
+    A label that was cut, or holds what no font here has, tells its whole text when hovered.
+    """
     import matplotlib as mpl
 
-    out = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "graphattn", "svg.fonttype": "path", "text.usetex": False}):
-        palette.figure_of(picture).savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return out.getvalue()
+    with mpl.rc_context({"svg.fonttype": "path"}):
+        return palette.svg_of(palette.figure_of(picture))
 
 
 def export(

@@ -177,9 +177,7 @@ def _panels(
     import matplotlib as mpl
 
     shown = [v for v in views if v is not None]
-    values = [v.value for v in shown if v.value is not None and v.value.numel()]
-    pooled = np.concatenate([v.numpy() for v in values]) if values else np.zeros(0)
-    norm, cmap = palette.scale(pooled, None, vmax)
+    scale, bar_of = _one_scale(shown, layout, vmax)
     t, s = max(v.graph.t for v in shown), max(v.graph.s for v in shown)
     ratio = min(max(t / s, 0.4), 2.5) if t and s else 1.0
     width = 8.0 if columns > 1 else 5.0
@@ -198,7 +196,7 @@ def _panels(
             lowest = k + columns >= len(views) or views[k + columns] is None
             if layout == "matrix":
                 tl, sl = labels_of(view.graph, labels, source_labels)
-                matrix.draw_matrix(ax, view, tl, sl, scale=lambda _: (norm, cmap), color_bar=False, compact=True)
+                matrix.draw_matrix(ax, view, tl, sl, scale=scale, color_bar=False, compact=True)
                 if not named:
                     _few_ticks(ax, view, small)
                 elif labels is not None:
@@ -217,7 +215,7 @@ def _panels(
                     layout,
                     ax,
                     *labels_of(view.graph, labels, source_labels),
-                    scale=lambda _: (norm, cmap),
+                    scale=scale,
                     color_bar=False,
                     compact=True,
                 )
@@ -226,9 +224,10 @@ def _panels(
             if sides is not None and column == 0:
                 mark = f"{sides[row]}\n" + (ax.get_ylabel() if layout == "matrix" else "")
                 ax.set_ylabel(mark, fontsize=size)
-        if values:
+        if bar_of is not None:
             from matplotlib.cm import ScalarMappable
 
+            norm, cmap, label = bar_of
             bar = figure.colorbar(
                 ScalarMappable(norm, cmap),
                 ax=grid,
@@ -237,7 +236,7 @@ def _panels(
                 pad=0.01,
                 aspect=25,
             )
-            bar.set_label(palette.bar_label(norm, shown[0].measure), fontsize=9)
+            bar.set_label(label, fontsize=9)
             bar.ax.tick_params(labelsize=8)
             bar.outline.set_edgecolor(palette.FAINT)  # type: ignore[operator]
         if title is not None:
@@ -247,6 +246,41 @@ def _panels(
                 "arrow: source (left) → target that reads it (right)" if layout == "columns" else ARROW, fontsize=9
             )
     return figure
+
+
+def _one_scale(
+    shown: Sequence[View], layout: str, vmax: float | None
+) -> tuple[palette.Scale, tuple[Any, Any, str] | None]:
+    """The colours all panels share, and the bar beside them: none where every cell is an edge or none."""
+    pooled: dict[bool, list[np.ndarray]] = {True: [], False: []}
+    labels: dict[bool, str] = {}
+    sizes: set[int] = set()
+    for v in shown:
+        plain = v.value is None
+        if layout == "matrix" and v.graph.t and v.graph.s:
+            data, size = matrix.shades(v, compact=True)
+            sizes.add(size)
+            if size > 1 or not plain:
+                pooled[plain].append(data.compressed())
+                labels.setdefault(plain, v.measure if size == 1 else matrix.tile_label(v))
+        elif v.value is not None:
+            pooled[False].append(v.value.numpy())
+            labels.setdefault(False, v.measure)
+    made = {
+        plain: palette.scale(np.concatenate([np.zeros(0), *parts]), None, None if plain else vmax, density=plain)
+        for plain, parts in pooled.items()
+    }
+
+    def scale(value: np.ndarray, *, density: bool = False) -> tuple[Any, Any]:
+        return made[density]
+
+    for plain in (False, True):
+        if any(x.size for x in pooled[plain]):
+            norm, cmap = made[plain]
+            side = max(sizes, default=1)
+            note = f"\neach cell is a tile of {side} x {side} pairs" if sizes == {side} and side > 1 else ""
+            return scale, (norm, cmap, palette.bar_label(norm, labels[plain]) + note)
+    return scale, None
 
 
 def _mosaic(

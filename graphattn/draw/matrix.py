@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from graphattn.audit.page import density_map
 from graphattn.draw import palette
-from graphattn.draw.text import columns, drawn
+from graphattn.draw.text import columns, drawn, keep_label
 from graphattn.draw.view import View
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_CELLS = 512  # targets or sources up to which every cell is drawn
-TILES = 256  # tiles along the longer axis beyond that
+# targets or sources up to which every cell is drawn, and tiles along the longer axis beyond that: in a picture of its
+# own, and for edges in a small panel, where a cell must not be thinner than a pixel either
+MAX_CELLS, TILES = 512, 256
+MAX_SMALL_CELLS, SMALL_TILES = 192, 64
 MAX_NAMED = 48  # labels along an axis up to which each is written
 
 
@@ -55,26 +58,28 @@ def tile_density(view: View, size: int) -> np.ndarray:
         height = torch.full((rows,), float(size), dtype=torch.float64)
         height[-1] = graph.t - (rows - 1) * size
         return (total.view(rows, cols) / height[:, None]).numpy()
-    # covered cells left of column x = sum over boundaries p of sign * max(0, x - p): a start adds, a stop takes away
-    part = torch.zeros(rows * (cols + 1), dtype=torch.float64)
-    whole = torch.zeros(rows * (cols + 1), dtype=torch.float64)
-    row = torch.div(graph.run_row(), size, rounding_mode="floor") * (cols + 1)
-    for point, sign in ((graph.start, 1.0), (graph.stop, -1.0)):
-        tile = torch.div(point, size, rounding_mode="floor")
-        part.index_add_(0, row + tile, sign * ((tile + 1) * size - point).double())
-        whole.index_add_(0, row + tile, torch.full((point.numel(),), sign, dtype=torch.float64))
-    part, whole = part.view(rows, cols + 1), whole.view(rows, cols + 1)
-    covered = part + (whole.cumsum(1) - whole) * size
-    height = torch.full((rows,), float(size), dtype=torch.float64)
-    height[-1] = graph.t - (rows - 1) * size
-    width = torch.full((cols,), float(size), dtype=torch.float64)
-    width[-1] = graph.s - (cols - 1) * size
-    return (covered[:, :cols] / (height[:, None] * width)).clamp(0, 1).numpy()
+    return density_map(graph, size)
 
 
 def tile_mass(view: View, size: int) -> np.ma.MaskedArray:
     """`tile_density`, with tiles that have no edge masked out."""
     return np.ma.masked_where(tile_density(replace(view, value=None), size) == 0, tile_density(view, size))
+
+
+def shades(view: View, compact: bool = False) -> tuple[np.ma.MaskedArray, int]:
+    """What `draw_matrix` colours, masked where there is no edge, and the side of its tiles, 1 for every cell."""
+    t, s = view.graph.t, view.graph.s
+    if max(t, s) <= (MAX_SMALL_CELLS if compact and view.value is None else MAX_CELLS):
+        return cells(view), 1
+    size = tile_size(t, s, SMALL_TILES if compact else TILES)
+    return tile_mass(view, size), size
+
+
+def tile_label(view: View) -> str:
+    """What the number of a tile is."""
+    if view.value is None:
+        return "share of a tile's cells that are edges"
+    return f"{view.measure}, summed over a tile per target"
 
 
 def draw_matrix(
@@ -100,26 +105,21 @@ def draw_matrix(
         ax.set_yticks([])
         _axes_names(ax, compact)
         return ""
-    tiled = max(t, s) > MAX_CELLS
+    data, size = shades(view, compact)
+    tiled = size > 1
+    extent = (-0.5, data.shape[1] * size - 0.5, data.shape[0] * size - 0.5, -0.5)
     if tiled:
-        size = tile_size(t, s)
-        data = tile_mass(view, size)
-        norm, cmap = scale(data.compressed())
-        if view.value is None:
-            label = "share of a tile's cells that are edges"
-        else:
-            label = f"{view.measure}, summed over a tile per target"
-        note = f"each cell is a tile of {size} x {size} pairs"
-        extent = (-0.5, data.shape[1] * size - 0.5, data.shape[0] * size - 0.5, -0.5)
+        norm, cmap = scale(data.compressed(), density=view.value is None)
+        label, note = tile_label(view), f"each cell is a tile of {size} x {size} pairs"
+    elif view.value is None:
+        norm, cmap = Normalize(0, 1), ListedColormap([palette.NO_EDGE, palette.EDGE])
+        label, note = "", ""
     else:
-        data, note, extent = cells(view), "", (-0.5, s - 0.5, t - 0.5, -0.5)
-        if view.value is None:
-            norm, cmap = Normalize(0, 1), ListedColormap([palette.NO_EDGE, palette.EDGE])
-            label = ""
-        else:
-            norm, cmap = scale(data.compressed())
-            label = view.measure
-    ax.imshow(data, cmap=cmap, norm=norm, origin="upper", interpolation="antialiased", extent=extent, aspect="equal")
+        norm, cmap = scale(data.compressed())
+        label, note = view.measure, ""
+    # smoothing would mix a tile that holds few edges with the white beside it
+    how = "nearest" if tiled else "antialiased"
+    ax.imshow(data, cmap=cmap, norm=norm, origin="upper", interpolation=how, extent=extent, aspect="equal")
     ax.set_xlim(-0.5, s - 0.5)
     ax.set_ylim(t - 0.5, -0.5)
     limit = 24 if compact else MAX_NAMED
@@ -167,3 +167,5 @@ def name_ticks(ax: Axes, axis: str, labels: list[str], size: float) -> None:
     wide = max((columns(x) for x in text), default=1) > (3 if n <= 16 else 2)
     put = ax.set_xticks if axis == "x" else ax.set_yticks
     put(range(n), text, fontsize=size, rotation=90 if axis == "x" and wide else 0)
+    for tick, label in zip(ax.get_xticklabels() if axis == "x" else ax.get_yticklabels(), labels, strict=True):
+        keep_label(tick, label)

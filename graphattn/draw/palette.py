@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from graphattn.draw.text import for_xml
 
+if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap, Normalize
     from matplotlib.figure import Figure
 
-    Scale = Callable[[np.ndarray], tuple[Normalize, Colormap]]
+
+class Scale(Protocol):
+    """Numbers to the colours that show them; `density`: they are the shares of tiles that are edges, all above 0."""
+
+    def __call__(self, value: np.ndarray, *, density: bool = False) -> tuple[Normalize, Colormap]: ...
+
 
 INK = "#222222"
 FAINT = "#c9cdd2"
@@ -25,6 +30,7 @@ TARGET_FILL = "#fbdfc9"
 NODE = "#eef3f8"
 NO_EDGE = "#ffffff"
 EDGE = "#3b6ea5"
+DENSITY = ["#a3c8e6", "#6daad6", "#3b86c2", "#17589c", "#08306b"]
 
 
 def new_figure(width: float = 6.4, height: float = 6.0) -> Figure:
@@ -41,14 +47,23 @@ def new_axes(width: float = 6.4, height: float = 6.0) -> Axes:
     return new_figure(width, height).add_subplot()
 
 
-def scale(value: np.ndarray, vmin: float | None = None, vmax: float | None = None) -> tuple[Normalize, Colormap]:
+def scale(
+    value: np.ndarray, vmin: float | None = None, vmax: float | None = None, *, density: bool = False
+) -> tuple[Normalize, Colormap]:
     """Light to dark blue from 0; with negative values purple to orange around 0.
 
     When most values are below a twentieth of the largest, the colour follows the square root, as the bar's label says:
     the first row of a causal graph always has a weight of 1, beside which long rows would all look like 0.
-    """
-    from matplotlib.colors import LinearSegmentedColormap, Normalize, PowerNorm
 
+    A density has no tile that is nearly white: a column that one token fills is a share of 1 / size, beside a diagonal
+    of 1.  Where the largest is more than five times the least, its colour follows the logarithm between the two.
+    """
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, PowerNorm
+
+    if density and value.size and vmin is None and vmax is None:
+        low, high = float(value.min()), float(value.max())
+        cmap = LinearSegmentedColormap.from_list("graphattn_density", DENSITY).with_extremes(bad=NO_EDGE)
+        return (LogNorm(low, high) if 0 < 5 * low < high else Normalize(0, high)), cmap
     low = float(value.min()) if value.size else 0.0
     high = float(value.max()) if value.size else 1.0
     if vmin is None and low < 0:
@@ -68,7 +83,10 @@ def scale(value: np.ndarray, vmin: float | None = None, vmax: float | None = Non
 
 
 def bar_label(norm: Normalize, label: str) -> str:
-    return f"{label} (colour by square root)" if getattr(norm, "gamma", 1.0) != 1.0 else label
+    from matplotlib.colors import LogNorm
+
+    how = "logarithm" if isinstance(norm, LogNorm) else "square root" if getattr(norm, "gamma", 1.0) != 1.0 else ""
+    return f"{label}\n(colour by {how})" if how else label
 
 
 def color_bar(ax: Axes, norm: Normalize, cmap: Colormap, label: str) -> None:
@@ -88,14 +106,43 @@ def save(picture: Any, path: str | Path, *, dpi: int = 150) -> Path:
     import matplotlib as mpl
 
     path = Path(path)
-    kinds = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}, ".pdf": {"CreationDate": None}}
+    kinds: dict[str, Any] = {".png": {"Software": None}, ".svg": None, ".pdf": {"CreationDate": None}}
     if path.suffix.lower() not in kinds:
         raise ValueError(f"cannot write {path.name!r}: a picture ends in .png, .svg or .pdf")
     figure = figure_of(picture)
-    metadata: dict[str, Any] = kinds[path.suffix.lower()]
-    with mpl.rc_context({"svg.hashsalt": "graphattn", "text.usetex": False}):
+    metadata = kinds[path.suffix.lower()]
+    if path.suffix.lower() == ".svg":
+        path.write_text(svg_of(figure, dpi=dpi, facecolor=PAPER), encoding="utf-8", newline="\n")
+        return path
+    with mpl.rc_context({"text.usetex": False}):
         figure.savefig(path, dpi=dpi, metadata=metadata, facecolor=PAPER)
     return path
+
+
+def svg_of(figure: Figure, **options: Any) -> str:
+    """The SVG of a figure, the same bytes every time; a `<title>` holds what a shortened label stands for."""
+    import io
+    from xml.sax.saxutils import escape
+
+    import matplotlib as mpl
+
+    out = io.StringIO()
+    labelled = figure.findobj(lambda artist: hasattr(artist, "graphattn_label"))
+    before = [artist.get_gid() for artist in labelled]
+    try:
+        for k, artist in enumerate(labelled):
+            artist.set_gid(f"label_{k}")
+        with mpl.rc_context({"svg.hashsalt": "graphattn", "text.usetex": False}):
+            figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, **options)
+    finally:
+        for artist, gid in zip(labelled, before, strict=True):
+            artist.set_gid(gid)
+    text = out.getvalue()
+    for k, artist in enumerate(labelled):
+        group = f'<g id="label_{k}">'
+        title = escape(for_xml(artist.graphattn_label))  # type: ignore[attr-defined]
+        text = text.replace(group, f"{group}<title>{title}</title>", 1)
+    return text
 
 
 def figure_of(picture: Any) -> Figure:

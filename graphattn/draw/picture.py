@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from graphattn.draw import arrows, layouts, matrix, palette
-from graphattn.draw.text import columns, drawn, drawn_title, labels_of, safe_fonts
+from graphattn.draw.text import columns, drawn, drawn_title, keep_label, labels_of, safe_fonts
 from graphattn.draw.view import View, view_of
 from graphattn.graph import Graph
 
@@ -114,7 +114,10 @@ def draw_view(
             note = scene.note
         name = (view.name or repr(graph)) if title is None else drawn_title(title)
         small = ", ".join(x for x in (view.shown, note) if x)
-        ax.set_title("\n".join(x for x in (name, small) if x), fontsize=8 if compact else 11, color=palette.INK)
+        shown = "\n".join(x for x in (name, small) if x)
+        heading = ax.set_title(shown, fontsize=8 if compact else 11, color=palette.INK)
+        if title is not None:
+            keep_label(heading, "\n".join(x for x in (title, small) if x))
     return ax
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.draw import palette
-from graphattn.draw.text import columns, drawn, drawn_title, safe_fonts
+from graphattn.draw.text import columns, drawn, drawn_title, keep_label, safe_fonts
 from graphattn.draw.view import View, view_of
 from graphattn.graph import Graph
 
@@ -190,6 +190,8 @@ def _bottom_labels(ax: Axes, n: int, labels: Sequence[object] | None) -> None:
     text = [drawn(x) for x in labels]
     turn = max((columns(x) for x in text), default=1) > (4 if n <= 12 else 2)
     ax.set_xticks(range(n), text, fontsize=9 if n <= 24 else 7, rotation=90 if turn else 0)
+    for tick, label in zip(ax.get_xticklabels(), labels, strict=True):
+        keep_label(tick, label)
 
 
 def _strips(ax: Axes, counts: list[int], lit: list[Tensor] | None) -> None:

@@ -77,7 +77,7 @@ def _cut(parts: Sequence[str], width: int) -> str:
 
 
 def drawn(label: object, width: int | None = 12) -> str:
-    """`visible`, and safe for matplotlib: no TeX, and no glyph that the fonts in use lack."""
+    """`visible`, and safe for matplotlib: no TeX, and a `stand_in` for every glyph that the fonts in use lack."""
     import matplotlib as mpl
 
     text = visible(label, width)
@@ -86,10 +86,58 @@ def drawn(label: object, width: int | None = 12) -> str:
     if old and any(unicodedata.bidirectional(c) in ("R", "AL") for c in text):
         text = text[::-1]
     fonts = _paths(tuple(mpl.rcParams["font.family"]))
-    parts = [c if _has_glyph(c, fonts) else f"<U+{ord(c):X}>" for c in text]
+    parts = [c if _has_glyph(c, fonts) else stand_in(c) for c in text]
+    if any(not _has_glyph(c, fonts) for c in {*"".join(parts)}):  # fonts without even a box
+        parts = [c if _has_glyph(c, fonts) else f"<U+{ord(c):X}>" for c in text]
     text = "".join(parts) if width is None else _cut(parts, width)
     # a pair of dollars would be mathematics; an escaped one never is
     return text.replace("$", r"\$")
+
+
+# words of a character's name that tell little, beside others
+_DULL = frozenset(["face", "with", "of", "and", "the", "sign", "symbol", "mark"])
+
+
+def stand_in(c: str) -> str:
+    """Something short and visible for a character no font here has: a word of an emoji's name, a flag's letters.
+
+    `:rocket:`, `:grinning:`; "UN" for that flag; "▯4F60", its code, for a letter.  Skin tones say nothing.
+    """
+    n = ord(c)
+    if 0x1F1E6 <= n <= 0x1F1FF:
+        return chr(ord("A") + n - 0x1F1E6)
+    if 0x1F3FB <= n <= 0x1F3FF:
+        return ""
+    if unicodedata.category(c) not in ("So", "Sk", "Sm"):
+        return f"▯{n:04X}"
+    words = unicodedata.name(c, "").lower().split()
+    words = [w for w in words if w not in _DULL] or words
+    if not words:
+        return f"▯{n:04X}"
+    kept = words[0][:10]
+    for word in words[1:]:
+        if len(kept) + 1 + len(word) > 10:
+            break
+        kept += f"-{word}"
+    return f":{kept}:"
+
+
+def keep_label(artist: Any, label: object) -> None:
+    """Remember what a drawn label stands for, where it is not the text itself: an SVG tells it when hovered."""
+    text = str(label)
+    if artist.get_text().replace(r"\$", "$") != text:
+        artist.graphattn_label = text[:1000]
+
+
+def in_xml(c: str) -> bool:
+    """XML can hold the character."""
+    n = ord(c)
+    return c in "\t\n" or 0x20 <= n <= 0xD7FF or 0xE000 <= n <= 0xFFFD or n >= 0x10000
+
+
+def for_xml(text: str) -> str:
+    """The text, with pictures (NUL as "^@") of the characters that XML cannot hold."""
+    return "".join(c if in_xml(c) else visible(c) for c in text)
 
 
 def drawn_title(title: object) -> str:
