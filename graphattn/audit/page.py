@@ -119,8 +119,8 @@ def audit_picture(
     for k in shown:
         degree = np.sort(layers[k].degree().reshape(-1).cpu().numpy())
         if degree.size:
-            share = np.linspace(0, 1, min(degree.size, 512))
-            axes[-2].plot(share, degree[np.round(share * (degree.size - 1)).astype(int)], label=f"layer {k + 1}")
+            part = np.linspace(0, 1, min(degree.size, 512))
+            axes[-2].plot(part, degree[np.round(part * (degree.size - 1)).astype(int)], label=f"layer {k + 1}")
     axes[-2].set_yscale("symlog")
     axes[-2].set_xlabel("share of targets")
     axes[-2].set_ylabel("sources read, at most")
