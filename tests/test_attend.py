@@ -439,3 +439,39 @@ def test_head_options() -> None:
     ):
         with pytest.raises(ValueError):
             ga.Head(**{"dim": 8, "head_dim": 4} | bad)
+
+
+# ---------------------------------------------------------------------- biases of -inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lead", [(), (2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("name", [n for n in ga.BACKENDS if n not in ("reference", "flex", "triton")])
+def test_a_bias_of_minus_infinity_on_every_backend(name: str, lead: tuple[int, ...], dtype: torch.dtype) -> None:
+    """On some edges it takes them out; on all of a target's it leaves a softmax of nothing, which is NaN; both exact."""
+    torch.manual_seed(0)
+    mask = torch.rand(*lead, 5, 7) < 0.6
+    mask[..., 2, :] = False  # a target that reads nothing stays 0
+    g = ga.from_mask(mask)
+    q, k, v = torch.randn(2, 3, 5, 4, dtype=dtype), *torch.randn(2, 2, 3, 7, 4, dtype=dtype)
+    hidden = ga.from_mask(mask & (torch.rand(*lead, 5, 7) < 0.4))
+    row, source = g.edges()
+    dead = row % 5 == 4
+    some = torch.isin(g.edge_keys(), hidden.edge_keys())
+    bias = torch.zeros(g.num_edges, dtype=dtype).masked_fill(some | dead, -math.inf)
+    inside = {(): (), (2, 1): (3,), (1, 3): (2,), (2, 3): ()}[lead]
+    bias = bias.expand(*inside, -1)
+    try:
+        got = ga.attend(q, k, v, g, bias=bias, backend=name)
+    except ValueError as error:
+        pytest.skip(str(error))
+    wanted = ga.attend(q, k, v, g, bias=bias, backend="reference")
+    torch.testing.assert_close(got, wanted, equal_nan=True)
+    assert bool(got[..., 4, :].isnan().all()) == bool(mask[..., 4, :].any(-1).all())
+    # on edges of targets that keep one, as if they were not in the graph
+    left = g - hidden
+    keeps = (left.degree() > 0).expand(2, 3, 5).clone()
+    keeps[..., 4] = False
+    less = ga.attend(q, k, v, left, backend="reference")
+    torch.testing.assert_close(got[keeps], less[keeps])
+    assert torch.equal(got[..., 2, :], torch.zeros_like(got[..., 2, :]))

@@ -78,7 +78,9 @@ def attend(
         scale: of the score, by default 1 / sqrt(D) for `Dot` and 1 for the others.
         score: `Dot()` (default), `Additive(slope)`, `GATv2(vector, slope)`.
         bias: added to scores after scale and softcap: a tensor per edge in edge order, `(E,)`, `(H, E)` or `(B, H, E)`
-            (axes the graph owns are inside E), or `alibi(slopes)`, `relative(table)`. Differentiable.
+            (axes the graph owns are inside E), or `alibi(slopes)`, `relative(table)`. Differentiable.  -inf gives an
+            edge the weight 0; a target whose biases are all -inf has a softmax of nothing, NaN, as in `torch.softmax`:
+            to hide sources take their edges out of the graph, `graph - hidden`, which gives 0 where none is left.
         edge_key, edge_value: `(E, H, D)` or `(E, D)`, added to the source's key and value on that edge. Differentiable.
         softcap: c for c * tanh(score / c).
         dropout: probability of dropping an edge after the softmax; the rest is scaled by 1 / (1 - dropout).

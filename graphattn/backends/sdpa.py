@@ -80,9 +80,21 @@ def attend(call: Call) -> tuple[Tensor, None]:
     elif mask.dim() == 4 and mask.shape[1] not in (1, call.heads):
         mask = mask.expand(-1, call.heads, -1, -1)
     out = F.scaled_dot_product_attention(call.q, k, v, attn_mask=mask, dropout_p=call.dropout, scale=call.scale)
+    if call.bias is not None:
+        out = out * _softmax_of_nothing(graph, call.bias).to(out.dtype)
     if empty is not None:
         out = out.masked_fill(empty, 0.0)
     return out, None
+
+
+def _softmax_of_nothing(graph: Graph, bias: Tensor) -> Tensor:
+    """`(b, h, T_q, 1)`: NaN for a target whose biases are all -inf, as the definition has it (torch says 0), else 1."""
+    (nb, nh, _), (bg, hg) = bias.shape, graph.lead or (1, 1)
+    readable = (~torch.isneginf(bias.detach())).to(torch.int32)
+    count = readable.new_zeros(nb, nh, graph.rows).index_add_(2, graph.edges()[0], readable)
+    nothing = (count == 0) & (graph.indptr.diff() > 0)
+    nothing = nothing.view(nb, nh, bg, hg, graph.t).permute(0, 2, 1, 3, 4).reshape(nb * bg, nh * hg, graph.t, 1)
+    return torch.where(nothing, float("nan"), 1.0)
 
 
 def _mask(graph: Graph) -> tuple[Tensor, Tensor | None]:
