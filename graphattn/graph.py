@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import operator
@@ -17,10 +18,46 @@ import torch
 from torch import Tensor
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 _INT = torch.int64
 
 # More runs or edges than this from one operation is refused with the figure: 2**27 runs are 2 GiB of start and stop.
 LIMIT = 2**27
+
+
+def plainly(make: _F) -> _F:
+    """`make` on plain tensors, also inside `torch.func.grad`, `jvp` or `vmap`, which wrap the tensors made in them.
+
+    Nothing is differentiated through a graph, and one graph serves all that `vmap` batches: what it is built from may
+    not differ between them (ValueError).
+    """
+
+    @functools.wraps(make)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+            return make(*args, **kwargs)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        args = tuple(_unwrapped(x, make.__name__) for x in args)
+        kwargs = {name: _unwrapped(x, make.__name__) for name, x in kwargs.items()}
+        with temporarily_clear_interpreter_stack():
+            return make(*args, **kwargs)
+
+    return outside  # type: ignore[return-value]
+
+
+def _unwrapped(x: Any, name: str) -> Any:
+    """A tensor, or those in a tuple or list, without what function transforms put around it."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(_unwrapped(y, name) for y in x) if type(x) in (tuple, list) else x
+    while isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            raise ValueError(
+                f"{name} got a tensor that vmap splits, but one graph serves the whole batch: build it outside vmap, "
+                "with leading axes (B, H) where it differs between samples, and call attend on the whole batch"
+            )
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 class Graph:
@@ -76,6 +113,7 @@ class Graph:
         return graph
 
     @classmethod
+    @plainly
     def from_runs(cls, indptr: Tensor, start: Tensor, stop: Tensor, shape: Sequence[int]) -> Graph:
         """The graph whose row r reads `[start, stop)` of runs `indptr[r]:indptr[r + 1]`.
 
@@ -137,6 +175,7 @@ class Graph:
         return cls._new(indptr, first - base, last - base, shape)
 
     @classmethod
+    @plainly
     def from_keys(cls, keys: Tensor, shape: Sequence[int], *, owned: bool = False) -> Graph:
         """From `row * (T_kv + 1) + source` of each edge, unsorted and with duplicates.
 
@@ -280,6 +319,7 @@ class Graph:
     def __delattr__(self, name: str) -> None:
         raise AttributeError("a Graph is immutable")
 
+    @plainly
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Graph):
             return NotImplemented
@@ -350,6 +390,7 @@ class Graph:
     def __xor__(self, other: Graph) -> Graph:
         return self._combine(other, torch.logical_xor, "^")
 
+    @plainly
     def __invert__(self) -> Graph:
         """All pairs that are no edge."""
         first = torch.arange(self.rows, device=self.device) * (self.s + 1)
@@ -379,6 +420,7 @@ class Graph:
             return NotImplemented
         return other < self
 
+    @plainly
     def _combine(self, other: Graph, op: Callable[[Tensor, Tensor], Tensor], sign: str) -> Graph:
         if not isinstance(other, Graph):
             return NotImplemented
@@ -390,6 +432,7 @@ class Graph:
         base = self.run_row() * (self.s + 1)
         return torch.stack([base + self.start, base + self.stop], 1).reshape(-1)
 
+    @plainly
     def expand(self, batch: int, head: int) -> Graph:
         """The same edges for every index of leading axes `(batch, head)`; an axis the graph has must fit or be 1."""
         lead = self.lead or (1, 1)
@@ -447,6 +490,7 @@ class Graph:
         out._cache["T"] = self
         return out
 
+    @plainly
     def relabel(self, order: Tensor | Sequence[int]) -> Graph:
         """The graph after its nodes are taken in `order`, as features are by `x[order]`.
 
@@ -460,6 +504,7 @@ class Graph:
             raise ValueError(f"order must be a permutation of 0..{self.t - 1}, got {order.numel()} entries")
         return self[order, order]
 
+    @plainly
     def __getitem__(self, index: Any) -> Graph:
         """`graph[rows, cols]`: as `mask[rows][:, cols]`; each a slice, an integer list or tensor, or a bool mask.
 
@@ -469,6 +514,7 @@ class Graph:
             raise IndexError("a Graph takes two indices, graph[targets, sources]; use graph.select for leading axes")
         return self._take_rows(index[0])._take_cols(index[1])
 
+    @plainly
     def select(self, batch: int | None = None, head: int | None = None) -> Graph:
         """One index of the batch axis, the head axis, or both (then without leading axes)."""
         if not self.lead:
@@ -548,6 +594,7 @@ class Graph:
                 f"{what} of {self!r} would make {size:,} {unit} ({size * 16 / 2**30:.0f} GiB), over the limit of {LIMIT:,}"
             )
 
+    @plainly
     def __matmul__(self, other: Graph) -> Graph:
         """Who reaches whom in two hops: target i of `self` reads j, and j as a target of `other` reads k.
 
@@ -576,6 +623,7 @@ class Graph:
         row = torch.repeat_interleave(run_row, count)
         return Graph._from_pieces(row, b.start[which], b.stop[which], shape)
 
+    @plainly
     def __pow__(self, k: int) -> Graph:
         """Who reaches whom in exactly k hops; `g ** 0` is self-loops."""
         k = operator.index(k)

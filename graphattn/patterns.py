@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .graph import LIMIT, Graph, _starts, check_shape
+from .graph import LIMIT, Graph, _starts, check_shape, plainly
 
 
 def _size(n: int, name: str, least: int = 0) -> int:
@@ -75,6 +75,7 @@ def _one_run(start: Tensor, stop: Tensor, shape: Sequence[int]) -> Graph:
 # ---------------------------------------------------------------------- the elementary ones
 
 
+@plainly
 def full(t: int, s: int | None = None) -> Graph:
     """Every pair: the encoder of Vaswani et al. 2017, BERT; `s` sources (default: t) give cross-attention."""
     t = _size(t, "t")
@@ -83,6 +84,7 @@ def full(t: int, s: int | None = None) -> Graph:
     return _one_run(torch.zeros(t, dtype=torch.int64), torch.full((t,), s), shape)
 
 
+@plainly
 def empty(t: int, s: int | None = None) -> Graph:
     """No pair at all, the zero of `|`: every target gets output 0."""
     t = _size(t, "t")
@@ -91,12 +93,14 @@ def empty(t: int, s: int | None = None) -> Graph:
     return Graph._new(torch.zeros(t + 1, dtype=torch.int64), none, none, check_shape((t, s)))
 
 
+@plainly
 def self_loops(t: int) -> Graph:
     """j == i: each node reads itself, the one of `@`."""
     own = torch.arange(_size(t, "t"))
     return _one_run(own, own + 1, (t, t))
 
 
+@plainly
 def causal(t: int, s: int | None = None, align: Literal["start", "end"] | None = None) -> Graph:
     """j <= i: the triangular DAG of every GPT (decoder of Vaswani et al. 2017).
 
@@ -121,6 +125,7 @@ def causal(t: int, s: int | None = None, align: Literal["start", "end"] | None =
     return _one_run(torch.zeros(t, dtype=torch.int64), stop.clamp_(0, s), check_shape((t, s)))
 
 
+@plainly
 def band(t: int, before: int, after: int = 0) -> Graph:
     """i - before <= j <= i + after: local attention (Longformer's and BigBird's window, ViT over a row).
 
@@ -132,11 +137,13 @@ def band(t: int, before: int, after: int = 0) -> Graph:
     return _one_run((own - before).clamp_(0, t), (own + (after + 1)).clamp_(0, t), (t, t))
 
 
+@plainly
 def window(t: int, size: int) -> Graph:
     """i - size < j <= i: causal, `size` keys counting oneself (Mistral 7B, `sliding_window`); size 1 is self-loops."""
     return band(t, _size(size, "size", 1) - 1)
 
 
+@plainly
 def prefix(t: int, length: int) -> Graph:
     """j <= i or j < length: dense in the prompt, triangular after it; the prefix LM (T5, UniLM, PaliGemma).
 
@@ -151,11 +158,13 @@ def prefix(t: int, length: int) -> Graph:
     return _one_run(torch.zeros(t, dtype=torch.int64), torch.arange(1, t + 1).clamp_(min=length), (t, t))
 
 
+@plainly
 def bipartite(t: int, s: int) -> Graph:
     """Complete bipartite: t targets read all of s sources of another set (cross-attention, Perceiver's first layer)."""
     return full(t, s)
 
 
+@plainly
 def padding(lengths: Tensor | Sequence[int], s: int, t: int | None = None) -> Graph:
     """j < lengths[b]: `(B, 1, t, s)`, sample b reads its first `lengths[b]` sources; `t` defaults to s.
 
@@ -174,6 +183,7 @@ def padding(lengths: Tensor | Sequence[int], s: int, t: int | None = None) -> Gr
     return _one_run(torch.zeros_like(stop), stop, check_shape((n.numel(), 1, t, s)))
 
 
+@plainly
 def documents(lengths: Tensor | Sequence[int], t: int | None = None) -> Graph:
     """document(j) == document(i): packed sequences that do not see each other, `causal(t) & documents(lengths)`.
 
@@ -195,6 +205,7 @@ def documents(lengths: Tensor | Sequence[int], t: int | None = None) -> Graph:
 # ---------------------------------------------------------------------- putting graphs together
 
 
+@plainly
 def disjoint(graphs: Iterable[Graph]) -> Graph:
     """Block diagonal: the targets and sources of each graph follow those of the one before, and never mix.
 
@@ -227,6 +238,7 @@ def disjoint(graphs: Iterable[Graph]) -> Graph:
     return out._gather_rows(torch.cat(row, 1).reshape(-1), (*lead, t, s))
 
 
+@plainly
 def stack(graphs: Iterable[Graph], axis: Literal["batch", "head"]) -> Graph:
     """One graph per sample (`axis="batch"`) or per head (`axis="head"`): a graph with leading axes `(B, H)`.
 
@@ -289,6 +301,7 @@ def _common_lead(graphs: Sequence[Graph], what: str) -> tuple[int, ...]:
 # ---------------------------------------------------------------------- sparse attention
 
 
+@plainly
 def dilated(t: int, size: int, dilation: int) -> Graph:
     """i - j in {0, d, 2d, ..., (size - 1) d}: causal, `size` keys counting oneself, d = `dilation` apart.
 
@@ -303,6 +316,7 @@ def dilated(t: int, size: int, dilation: int) -> Graph:
     return Graph._new(_starts(count), source, source + 1, (t, t))
 
 
+@plainly
 def strided(t: int, stride: int) -> Graph:
     """j <= i and (i - j < stride or (i - j) % stride == 0): Sparse Transformer, strided (Child et al. 2019).
 
@@ -311,6 +325,7 @@ def strided(t: int, stride: int) -> Graph:
     return window(t, _size(stride, "stride", 1)) | dilated(t, max(t, 1), stride)
 
 
+@plainly
 def fixed(t: int, stride: int, c: int = 1) -> Graph:
     """j <= i and (j // stride == i // stride or j % stride >= stride - c): Sparse Transformer, fixed.
 
@@ -329,6 +344,7 @@ def fixed(t: int, stride: int, c: int = 1) -> Graph:
     return local | Graph._from_pieces(row, stop - c, stop, (t, t))
 
 
+@plainly
 def global_tokens(t: int, tokens: int | Tensor | Sequence[int]) -> Graph:
     """i in tokens or j in tokens: they read all and all read them (Longformer's [CLS], BigBird's global, ETC)."""
     t = _size(t, "t")
@@ -351,6 +367,7 @@ def global_tokens(t: int, tokens: int | Tensor | Sequence[int]) -> Graph:
     return read | _one_run(torch.zeros_like(whole), whole, (t, t))
 
 
+@plainly
 def random_regular(t: int, degree: int, seed: int) -> Graph:
     """Each target reads `degree` distinct others, uniformly at random: BigBird's random part (Zaheer et al. 2020).
 
@@ -383,6 +400,7 @@ def random_regular(t: int, degree: int, seed: int) -> Graph:
     return chosen if few == degree else ~chosen - self_loops(t)
 
 
+@plainly
 def expander(t: int, degree: int, seed: int) -> Graph:
     """i and j are neighbours on one of `degree / 2` random Hamiltonian cycles: symmetric, connected, small diameter.
 
@@ -405,6 +423,7 @@ def expander(t: int, degree: int, seed: int) -> Graph:
     return Graph.from_keys(torch.cat(keys), (t, t), owned=True) - self_loops(t)
 
 
+@plainly
 def bigbird(
     t: int, block: int, *, window: int = 3, global_blocks: int = 2, random_blocks: int = 3, seed: int = 0
 ) -> Graph:
@@ -427,6 +446,7 @@ def bigbird(
 # ---------------------------------------------------------------------- blocks
 
 
+@plainly
 def block_sparse(
     graph: Graph, sizes: int | Tensor | Sequence[int], source_sizes: Tensor | Sequence[int] | None = None
 ) -> Graph:
@@ -461,6 +481,7 @@ def block_sparse(
     return coarse._gather_rows(row, shape)
 
 
+@plainly
 def block_causal(sizes: Tensor | Sequence[int]) -> Graph:
     """block(j) <= block(i): causal between blocks, full inside (frames of a video, block diffusion, VAR's scales)."""
     n = _lengths(sizes, "sizes")
@@ -477,6 +498,7 @@ def _block_sizes(t: int, block: int) -> Tensor:
 # ---------------------------------------------------------------------- grids
 
 
+@plainly
 def neighborhood(shape: int | Sequence[int], radius: int | Sequence[int], causal: bool = False) -> Graph:
     """|i_d - j_d| <= radius_d on every axis d of a grid flattened in raster order: images, video.
 
@@ -496,6 +518,7 @@ def neighborhood(shape: int | Sequence[int], radius: int | Sequence[int], causal
     return out & _causal(out.t) if causal else out
 
 
+@plainly
 def shifted_window(shape: int | Sequence[int], size: int | Sequence[int], shift: int | Sequence[int] = 0) -> Graph:
     """(i_d + shift_d) // size_d == (j_d + shift_d) // size_d on every axis d of a grid: Swin Transformer.
 
@@ -549,6 +572,7 @@ def _boxes(sides: Sequence[int], low: list[Tensor], high: list[Tensor]) -> Graph
 # ---------------------------------------------------------------------- trees, streams, given graphs
 
 
+@plainly
 def tree_ancestors(parent: Tensor | Sequence[int]) -> Graph:
     """j == i or j is an ancestor of i: tree attention of speculative decoding (SpecInfer, Medusa), trees of thought.
 
@@ -612,6 +636,7 @@ def tree_ancestors(parent: Tensor | Sequence[int]) -> Graph:
     return Graph._new(indptr, starts[pick], stops[pick], (t, t))
 
 
+@plainly
 def shared_prefix(prefix: int, lengths: Tensor | Sequence[int]) -> Graph:
     """j <= i, and j in the prefix or in i's own continuation: one prompt, several answers in one pass.
 
@@ -626,6 +651,7 @@ def shared_prefix(prefix: int, lengths: Tensor | Sequence[int]) -> Graph:
     return _causal(t) & (documents(groups) | _one_run(torch.zeros_like(head), head, (t, t)))
 
 
+@plainly
 def encoder_decoder(encoder: int | Graph, decoder: int | Graph, cross: Graph | None = None) -> Graph:
     """[[encoder, 0], [cross, decoder]]: both streams of an encoder-decoder as one graph (Vaswani et al. 2017, T5).
 
@@ -642,6 +668,7 @@ def encoder_decoder(encoder: int | Graph, decoder: int | Graph, cross: Graph | N
     return disjoint([enc, dec]) | disjoint([empty(enc.t, 0), between, empty(0, dec.t)])
 
 
+@plainly
 def k_hop(graph: Graph, k: int) -> Graph:
     """The shortest path j -> i has 1 to k edges: k rounds of message passing in one (MixHop, NAGphormer).
 

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graph import Graph, _integers, square_or_shape
+from ..graph import Graph, _integers, plainly, square_or_shape
 from .door import _edge, _plain, _tensor
 
 if TYPE_CHECKING:
     import scipy.sparse
 
 
+@plainly
 def from_edge_index(
     edge_index: Any, shape: int | Sequence[int], return_ids: bool = False
 ) -> Graph | tuple[Graph, Tensor]:
@@ -50,6 +51,7 @@ def to_edge_index(graph: Graph) -> Tensor:
     return torch.stack([source, target])
 
 
+@plainly
 def edge_ids(graph: Graph, edge_index: Any) -> Tensor:
     """`(E,)` int64: the number, in edge order, of each given edge (source, target).
 
@@ -103,6 +105,7 @@ def _ids(graph: Graph, keys: Tensor) -> Tensor:
     return graph.run_edge()[run] + within
 
 
+@plainly
 def from_csr(indptr: Any, indices: Any = None, shape: int | Sequence[int] | None = None) -> Graph:
     """Compressed rows, a row per target: target i reads `indices[indptr[i]:indptr[i + 1]]`, in any order.
 
@@ -136,6 +139,7 @@ def to_csr(graph: Graph) -> tuple[Tensor, Tensor]:
     return _plain(graph, "CSR").edge_ptr().clone(), graph.edges()[1].clone()
 
 
+@plainly
 def from_scipy(matrix: Any) -> Graph:
     """A scipy sparse matrix or array: stored entry (i, j) is the edge i -> j, so it is `(T_kv, T_q)`.
 
@@ -162,6 +166,7 @@ def to_scipy(graph: Graph) -> scipy.sparse.csr_array:
     return sp.csr_array(sp.csr_array((data, indices, indptr), shape=(graph.t, graph.s)).T)
 
 
+@plainly
 def from_cu_seqlens(cu_seqlens: Any, cu_seqlens_k: Any = None) -> Graph:
     """Packed sequences by their cumulative lengths, `[0, n1, n1 + n2, ...]`: each sequence reads itself.
 

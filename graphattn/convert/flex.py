@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graph import Graph, square_or_shape
+from ..graph import Graph, plainly, square_or_shape
 from .door import BLOCK, _from_rows
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _FEW = 4
 
 
+@plainly
 def from_predicate(mask_mod: MaskMod, shape: int | Sequence[int], *, device: torch.device | str = "cpu") -> Graph:
     """A FlexAttention `mask_mod(b, h, q_idx, kv_idx)`, True = target q_idx reads source kv_idx.
 
@@ -272,6 +273,7 @@ def _ordered(block: Tensor) -> tuple[Tensor, Tensor]:
     return count.squeeze(-1).contiguous(), order
 
 
+@plainly
 def from_block_mask(block_mask: BlockMask) -> Graph:
     """The exact graph of a `BlockMask`: full blocks whole, partial blocks by its predicate, element by element.
 

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..graph import Graph, check_shape
+from ..graph import Graph, check_shape, plainly
 from .door import BLOCK, _edge, _from_rows, _refuse_dense, _tensor, _zero_one
 
 
+@plainly
 def from_mask(mask: Any) -> Graph:
     """A bool mask, `mask[i, j]` True = target i reads source j: `(T_q, T_kv)` or `(B, H, T_q, T_kv)`.
 
@@ -51,6 +52,7 @@ def to_mask(graph: Graph) -> Tensor:
     return out.view(graph.shape)
 
 
+@plainly
 def from_additive(mask: Any) -> Graph:
     """A float mask that is added to scores: 0 = target i reads source j, -inf = it does not.
 
@@ -97,6 +99,7 @@ def _mask_shape(mask: Tensor) -> tuple[int, ...]:
     return tuple(mask.shape)
 
 
+@plainly
 def from_key_padding(mask: Any, true_means: Literal["keep", "drop"], t: int | None = None) -> Graph:
     """A mask over sources alone: `(B, T_kv)` gives a `(B, 1, t, T_kv)` graph, `(T_kv,)` a plain one.
 
@@ -151,6 +154,7 @@ def to_key_padding(graph: Graph, true_means: Literal["keep", "drop"]) -> Tensor:
     return keep if graph.lead else keep[0]
 
 
+@plainly
 def from_hf(mask: Any, t: int | None = None) -> Graph:
     """A Hugging Face attention mask, 2-D over tokens or 4-D over pairs.
 
