@@ -1,6 +1,10 @@
 """Note 2: attention has no notion of space.  It acts on a set; order enters by position vectors or by the graph.
 
 Ends with a decoder without any position encoding, trained beside one that has it: the triangle leaks enough order.
+How far it stays behind depends on the text and the recipe, so here is what was chosen, the same for both: the preset
+cpu with nanoGPT's learning rate of 1e-3.  The preset has twice that, because it suits the decoder with positions (on
+tiny shakespeare 0.08 nats better after 2000 steps, without positions 0.02): at 2e-3 the gap is 0.21 there, at 1e-3 0.15.
+Between seeds either loss moves by about 0.01.  Losses are over all held-out windows.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ from graphattn.load import load
 
 
 def main(
-    steps: int = 1000, lr: float = TrainConfig().lr, text: str | None = None, out: str = "runs/examples/positions"
+    steps: int = 1000, lr: float = 1e-3, text: str | None = None, out: str = "runs/examples/positions"
 ) -> dict[str, Any]:
-    """`steps` of the preset cpu for each of the two decoders; the preset itself has 2000."""
+    """`steps` of the preset cpu for each of the two decoders; the preset itself has 2000, and an `lr` of 2e-3."""
     moved = permutation()
     bags = two_bags()
     leaked = degree_leak()
@@ -40,9 +44,14 @@ def main(
             position[name] = by_position(trained.model, trained.graphs[0], windows)
     mean = {name: float(losses.mean()) for name, losses in position.items()}
     gap = mean["none"] - mean["learned"]
-    print("held-out loss at position     " + "".join(f"{p:>8}" for p in (0, 1, 3, 7, 15, 31, 63)))
-    for name, losses in position.items():
-        print(f"  positions {name:16}  " + "".join(f"{float(losses[p]):8.3f}" for p in (0, 1, 3, 7, 15, 31, 63)))
+    print("held-out loss at each position")
+    for low in range(0, config.block, 16):
+        some = range(low, min(low + 16, config.block))
+        print(f"  {'position':18}" + "".join(f"{p:>6}" for p in some))
+        for name, losses in position.items():
+            print(
+                f"  {'with' if name == 'learned' else 'without':18}" + "".join(f"{float(losses[p]):6.2f}" for p in some)
+            )
     figure(out, "positions.png", picture(position))
     print(
         f"result: held-out loss with a position table {mean['learned']:.4f}, with none {mean['none']:.4f}, "

@@ -85,7 +85,9 @@ def attend(
         softcap: c for c * tanh(score / c).
         dropout: probability of dropping an edge after the softmax; the rest is scaled by 1 / (1 - dropout).
         seed: which edges are dropped, the same on every backend (see `numerics.edge_hash`); None: torch's random state.
-        backend: one of `BACKENDS`, which never falls back, or "auto".
+        backend: one of `BACKENDS`, which never falls back, or "auto".  Named, `dense`, `sdpa`, `tiles` and `flex` spread
+            a NaN or inf of a source to targets that don't read it (auto looks for one first), and any of theirs spreads
+            one in the upstream gradient of a target to the gradients of sources it doesn't read.
 
     Returns:
         `(..., T_q, D_v)` in q's dtype. A target that reads nothing gets exactly 0, and zero gradients.

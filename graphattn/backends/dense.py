@@ -1,7 +1,7 @@
 """Every pair scored, the mask applied, one softmax: fast for small or nearly full graphs, T_q x T_kv numbers otherwise.
 
 Differentiable to any order.  A NaN or inf in a source is multiplied by 0 even where no target reads it, so it spreads
-(`auto` looks for that first).
+(`auto` looks for that first).  One in the upstream gradient of a target likewise reaches the values of every source.
 """
 
 from __future__ import annotations
