@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..blocks import tiling
 from ..graph import Graph, plainly, square_or_shape
 from .door import BLOCK, _from_rows
 
@@ -223,27 +224,13 @@ def to_block_mask(graph: Graph, block_size: int | tuple[int, int] = 128) -> Bloc
         raise ValueError(
             f"a BlockMask of {graph!r} has {cells:,} blocks ({cells * 16 / 2**30:.0f} GiB), over the limit of {2**28:,}"
         )
-    run_row = graph.run_row()
-    if graph.lead:
-        which = torch.div(run_row, max(graph.t, 1), rounding_mode="floor")
-        tile_row = which * n + torch.div(run_row - which * graph.t, q, rounding_mode="floor")
-    else:
-        tile_row = torch.div(run_row, q, rounding_mode="floor")
-    base = tile_row * (m + 1)
-    rows = lead[0] * lead[1] * n
-
-    def depth(first: Tensor, last: Tensor) -> Tensor:
-        """How many of a block row's runs cover each block column."""
-        change = torch.bincount(base + first, minlength=rows * (m + 1))
-        change -= torch.bincount(base + last, minlength=rows * (m + 1))
-        return change.view(rows, m + 1).cumsum(1)[:, :m].view(*lead, n, m)
-
-    first, last = torch.div(graph.start, kv, rounding_mode="floor"), torch.div(graph.stop, kv, rounding_mode="floor")
-    touched_last = torch.div(graph.stop + (kv - 1), kv, rounding_mode="floor")
-    whole_first = torch.div(graph.start + (kv - 1), kv, rounding_mode="floor")
-    # runs of a row never touch, so a block is full iff q runs, one per row, cover it whole
-    full = depth(torch.minimum(whole_first, last), last) == q
-    some = (depth(first, touched_last) > 0) & ~full
+    tiles = tiling(graph, q, kv)
+    some, full = (x.dense().view(*lead, n, m) for x in (tiles.some, tiles.all))
+    # a block that reaches beyond the last target or source is partial here, whatever it holds: its mask is looked up
+    for ragged, last in ((graph.t % q, (..., slice(n - 1, n), slice(None))), (graph.s % kv, (..., slice(m - 1, m)))):
+        if ragged:
+            some[last] |= full[last]
+            full[last] = False
     lists = [*_ordered(some), *_ordered(full)]
     columns = [*_ordered(some.transpose(-2, -1)), *_ordered(full.transpose(-2, -1))]
     return BlockMask(
