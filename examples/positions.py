@@ -4,7 +4,7 @@ Ends with a decoder without any position encoding, trained beside one that has i
 How far it stays behind depends on the text and the recipe, so here is what was chosen, the same for both: the preset
 cpu with nanoGPT's learning rate of 1e-3.  The preset has twice that, because it suits the decoder with positions (on
 tiny shakespeare 0.08 nats better after 2000 steps, without positions 0.02): at 2e-3 the gap is 0.21 there, at 1e-3 0.15.
-Between seeds either loss moves by about 0.01.  Losses are over all held-out windows.
+Between three seeds the loss with positions moves by 0.018 at most.  Losses are over all held-out windows.
 """
 
 from __future__ import annotations
