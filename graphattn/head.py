@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import backends
+from .backends import terms
 from .graph import Graph
 from .scores import Additive, GATv2, Score
 
@@ -92,9 +93,20 @@ class Head(nn.Module):
         Returns:
             `(..., T_q, heads * head_dim)`.
         """
-        keys, values = self.keys_values(x if context is None else context, key_positions)
-        queries = self.queries(x, positions, values if context is None else None)
+        queries, keys, values = self.project(x, context, positions=positions, key_positions=key_positions)
         return self.attend(queries, keys, values, graph, **options)
+
+    def project(
+        self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Queries, keys and values, as `queries` and `keys_values` give them; together they cost less."""
+        if self.score == "additive" and context is None and self.query is None:
+            v = self._split(self.value(x), self.heads)
+            q, k = terms.additive_terms(v, self.target_vector, self.source_vector)
+            return q, k, v
+        keys, values = self.keys_values(x if context is None else context, key_positions)
+        return self.queries(x, positions, values if context is None else None), keys, values
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, graph: Graph, **options: Any) -> Tensor:
         """Attention over already projected queries, keys, values `(..., heads, T, D)`, such as cached ones."""
@@ -111,8 +123,7 @@ class Head(nn.Module):
         key_positions: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """Attention weights per edge, `(..., heads, E)` in edge order (see `graphattn.weights`); never dropped."""
-        keys, values = self.keys_values(x if context is None else context, key_positions)
-        queries = self.queries(x, positions, values if context is None else None)
+        queries, keys, _ = self.project(x, context, positions=positions, key_positions=key_positions)
         if graph.lead and queries.dim() == 3:
             queries, keys = queries[None], keys[None]
         return backends.weights(queries, keys, graph, score=self._score(), **options)

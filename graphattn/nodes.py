@@ -54,8 +54,7 @@ class GATLayer(nn.Module):
             options |= self.edges(edge_features)
         # the head's projections take sparse features too
         given = cast(Tensor, x)
-        keys, values = self.head.keys_values(given)
-        queries = self.head.queries(given, None, values)
+        queries, keys, values = self.head.project(given)
         out = self.head.attend(queries, keys, drop(values, self.value_dropout, self.training), graph, **options)
         if not self.concat:
             out = out.unflatten(-1, (self.head.heads, self.head.head_dim)).mean(-2)

@@ -123,8 +123,11 @@ class GraphAttentionConv(MessagePassing):
         source, target = (x, x) if isinstance(x, Tensor) else x
         t = _targets(source, target, size)
         both = _edges_of(edge_index, (t, source.shape[-2]), self._loops(source, target, size))
-        keys, values = self.head.keys_values(source)
-        queries = self._queries(source, target, values, t)
+        if target is source:
+            queries, keys, values = self.head.project(source)
+        else:
+            keys, values = self.head.keys_values(source)
+            queries = self._queries(source, target, values, t)
         options = self._edge_options(both, edge_attr)
         out = self.head.attend(queries, keys, values, both.graph, backend=self.backend, **options)
         if not self.concat:
@@ -154,7 +157,7 @@ class GraphAttentionConv(MessagePassing):
 
     def _queries(self, source: Tensor, target: Tensor | None, values: Tensor, t: int) -> Tensor:
         if target is not None:
-            return self.head.queries(target, None, values if target is source and self.head.query is None else None)
+            return self.head.queries(target)
         if self.score != "additive":
             raise ValueError(f"the {self.score} score needs the targets' features, but x is (sources, None)")
         return values.new_zeros(*values.shape[:-2], t, 1)

@@ -22,6 +22,7 @@ LAYERS = [
     "backends.cost",
     "backends.reference backends.dense backends.sdpa backends.edges backends.csr backends.tiles backends.native "
     "backends.flex backends.triton backends.compiled",
+    "backends.terms",
     "backends",
     "head",
     "gpt features",

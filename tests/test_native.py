@@ -157,6 +157,63 @@ def test_narrow_heads(heads: int, score: str, isa: str) -> None:
         near(gradients(leaves, g, "native", **options), want, 1e-12, f"{heads} heads {score} {isa}")
 
 
+@pytest.mark.parametrize("score", ["dot", "additive", "gatv2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("beside", [False, True])
+def test_eight_heads_of_eight(beside: bool, dtype: torch.dtype, score: str, isa: str) -> None:
+    """A route of its own: rows and sources nobody reads, long rows, dropout, lse's gradient, both layouts."""
+    mask = random_mask(70, 900, 0.03, 5)
+    mask[:3], mask[:, 40:60], mask[7] = False, False, True
+    mask[7, 40:60] = False
+    g = graph_of(mask)
+    d = 1 if score == "additive" else 8
+    for options in ({}, {"dropout": 0.4, "seed": 9}):
+        leaves = inputs(g, 2, 16, 16, d, 8, torch.float64)
+        if score == "additive":
+            options["score"] = ga.Additive(0.2)
+        elif score == "gatv2":
+            leaves.append(torch.randn(16, d, dtype=torch.float64, requires_grad=True))
+            options["score"] = ga.GATv2(leaves[-1], 0.2)
+        want = gradients(leaves, g, "edges", **options)
+        own = [x.detach().to(dtype) for x in leaves]
+        if beside:
+            own = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in own]
+        own = [x.requires_grad_() for x in own]
+        if score == "gatv2":
+            options["score"] = ga.GATv2(own[-1], 0.2)
+        got = gradients(own, g, "native", **options)
+        near([x.double() for x in got], want, 1e-12 if dtype == torch.float64 else 2e-6, f"{score} {isa}")
+
+
+def test_eight_heads_and_values_that_are_not_finite(isa: str) -> None:
+    g = ga.window(20, 3)
+    q, k, v = torch.randn(1, 8, 20, 1), torch.randn(1, 8, 20, 1), torch.randn(1, 8, 20, 8)
+    k[0, 2, 5], k[0, 3, 6], v[0, 4, 7], q[0, 1, 9] = math.nan, math.inf, math.nan, -math.inf
+    for x, y in zip(
+        *(ga.attend_lse(q, k, v, g, score=ga.Additive(), backend=b) for b in ("native", "reference")), strict=True
+    ):
+        torch.testing.assert_close(x, y, equal_nan=True)
+
+
+@pytest.mark.parametrize("heads,width", [(8, 8), (16, 8), (3, 5), (2, 64), (1, 7), (9, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_terms_of_the_additive_score(dtype: torch.dtype, heads: int, width: int, isa: str) -> None:
+    from graphattn.backends import terms
+
+    values = torch.randn(2, 300, heads, width, dtype=dtype).transpose(1, 2).requires_grad_()
+    vectors = [torch.randn(heads, width, dtype=dtype, requires_grad=True) for _ in range(2)]
+    assert terms._fast(values.transpose(1, 2), *vectors)
+    got, want = terms.additive_terms(values, *vectors), [terms._plain(values, x) for x in vectors]
+    near(list(got), want, 1e-13 if dtype == torch.float64 else 1e-5, "terms")
+    ups = [torch.randn_like(x) for x in want]
+    mine = torch.autograd.grad(got, [values, *vectors], ups, create_graph=True)
+    near(list(mine), list(torch.autograd.grad(want, [values, *vectors], ups)), 1e-4, "a graph of the gradient")
+    got = terms.additive_terms(values, *vectors)
+    right = torch.autograd.grad([terms._plain(values.double(), x.double()) for x in vectors], [values, *vectors], ups)
+    near(list(torch.autograd.grad(got, [values, *vectors], ups)), list(right), 1e-13 if dtype == torch.float64 else 3e-5, "")
+    torch.func.vmap(lambda v: terms.additive_terms(v, *vectors)[0])(values)
+
+
 @pytest.mark.parametrize("name", ["hub source", "half", "window"])
 def test_recomputing_equals_keeping(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     g = GRAPHS[name]

@@ -28,6 +28,8 @@ _ARGS = struct.Struct("=86q4d")  # struct Args of _native/abi.h
 _SLOTS = 64  # partial sums of gradients that every edge adds to
 # Bytes of p and ds per edge kept between the two passes of the backward; beyond it they are computed twice.
 STASH = 256 * 2**20
+# From this size on glibc maps new memory for every tensor (its M_MMAP_THRESHOLD never rises beyond).
+LARGE = 32 * 2**20
 # A group of 32 targets goes to the tiles if it has this many edges per column.
 TILE_FILL = 5.0
 
@@ -52,15 +54,22 @@ def _library() -> ctypes.CDLL | str:
         except OSError as error:
             return f"the native engine does not load: {error}"
         pointer, i64 = ctypes.c_void_p, ctypes.c_int64
-        lib.ga_run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p]
-        lib.ga_args_size.restype = i64
-        lib.ga_plan.argtypes = [pointer] * 4 + [i64] * 3 + [ctypes.c_double, i64, pointer]
-        lib.ga_plan.restype = pointer
-        lib.ga_source_plan.argtypes = [pointer] * 6 + [i64] * 2 + [pointer]
-        lib.ga_source_plan.restype = pointer
-        lib.ga_release.argtypes = [pointer]
-        lib.ga_start.argtypes = [pointer]
-        if lib.ga_args_size() != _ARGS.size:
+        try:
+            lib.ga_run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p]
+            lib.ga_args_size.restype = i64
+            lib.ga_plan.argtypes = [pointer] * 4 + [i64] * 3 + [ctypes.c_double, i64, pointer]
+            lib.ga_plan.restype = pointer
+            lib.ga_source_plan.argtypes = [pointer] * 6 + [i64] * 2 + [pointer]
+            lib.ga_source_plan.restype = pointer
+            lib.ga_release.argtypes = [pointer]
+            lib.ga_start.argtypes = [pointer]
+            lib.ga_terms.argtypes = [ctypes.c_int, ctypes.c_int, pointer]
+            lib.ga_terms.restype = None
+            lib.ga_large_pages.argtypes = [pointer, i64]
+            same = lib.ga_args_size() == _ARGS.size
+        except AttributeError:
+            same = False
+        if not same:
             return "the native engine was built from other sources than this package: reinstall graphattn"
         lib.ga_start(_torch_pool())
         global _isa
@@ -228,7 +237,11 @@ class _Spec(NamedTuple):
 
 
 def _apply(spec: _Spec, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _Attend.apply(spec, *tensors)
+    if transformed():
+        return _Attend.apply(spec, *tensors)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Eager.apply(spec, *tensors)
+    return _forward(spec, *tensors)  # type: ignore[arg-type]
 
 
 class _Attend(torch.autograd.Function):
@@ -271,6 +284,18 @@ class _Attend(torch.autograd.Function):
             bias = bias.expand(size, nb, *bias.shape[2:]).flatten(0, 1)
         out, lse = _Attend.apply(spec, q, k, v, bias, *rest)
         return (out.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1))), (0, 0)
+
+
+class _Eager(torch.autograd.Function):
+    """_Attend outside of transforms: torch binds no signature for a function with a context of its own, 20 us a call."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: _Spec, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        output = _forward(spec, *tensors)  # type: ignore[arg-type]
+        _Attend.setup_context(ctx, (spec, *tensors), output)
+        return output
+
+    backward = _Attend.backward
 
 
 class _AttendBackward(torch.autograd.Function):
@@ -404,10 +429,13 @@ def _rows(x: Tensor) -> Tensor:
 def _like(x: Tensor, width: int, zero: bool = False) -> Tensor:
     """A new tensor (..., width) laid out like x: heads beside width if x is (B, T, H, D) inside."""
     b, h, t, _ = x.shape
-    new = torch.zeros if zero else torch.empty
-    if h > 1 and t > 1 and x.stride(1) < x.stride(2):
-        return new(b, t, h, width, dtype=x.dtype).transpose(1, 2)
-    return new(b, h, t, width, dtype=x.dtype)
+    beside = h > 1 and t > 1 and x.stride(1) < x.stride(2)
+    new = torch.empty((b, t, h, width) if beside else (b, h, t, width), dtype=x.dtype)
+    if new.nbytes >= LARGE:
+        _checked().ga_large_pages(new.data_ptr(), new.nbytes)
+    if zero:
+        new.zero_()
+    return new.transpose(1, 2) if beside else new
 
 
 def _place(x: Tensor | None) -> tuple[int, int, int, int]:
@@ -522,12 +550,15 @@ def _backward(
     graph = spec.graph
     b, h, t, d = q.shape
     bg, hg = graph.lead or (1, 1)
-    dq, dk, dv = _like(q, d), _like(k, d, zero=True), _like(v, v.shape[3], zero=True)
+    need_kv = needs[1] or needs[2]
+    empty = lse.numel() == 0  # no target: nothing writes
+    dq = _like(q, d)
+    dk, dv = (_like(x, x.shape[3], zero=empty or not need_kv) for x in (k, v))
     grads = [
         None if x is None or not n else torch.zeros(s, dtype=q.dtype)
         for x, n, s in zip(ready, needs[3:], shapes, strict=True)
     ]
-    if lse.numel() == 0:
+    if empty:
         return dq, dk, dv, *grads
     d_bias, d_key, d_value, _, _ = grads
     over_b, over_h = b if bg == 1 else 1, h if hg == 1 else 1
@@ -541,7 +572,6 @@ def _backward(
     d_table = torch.zeros(_SLOTS, b * h, width, dtype=q.dtype) if grads[4] is not None else None
     delta = torch.empty_like(lse)
     tiles = _tiled(spec, ready) and not shared  # tiles write a bias gradient from one (b, h) only
-    need_kv = needs[1] or needs[2]
     splan = _source_plan(graph, tiles) if need_kv else None
     if g_lse is not None:
         g_lse = g_lse.contiguous()

@@ -44,6 +44,15 @@ struct Args {
   double scale, softcap, slope, keep;
 };
 
+// GAT's score terms: values (rows, heads, width), vectors (heads, width), numbers (rows, heads), all contiguous.
+struct Terms {
+  i64 wide, threads, rows, heads, width, slots;
+  const void *v, *target, *source;
+  void *q, *k;               // written forward; their gradients backward
+  void *dv;
+  void *d_target, *d_source; // (slots, heads * width), zeroed
+};
+
 // Plan: header of i64, then arrays at the offsets (in i64) it names.
 enum PlanField {
   P_LEADS, P_GROUPS, P_UNITS, P_PIECES, P_HUBS, P_ROWS, P_EMPTY, P_CUT,

@@ -6,43 +6,11 @@
 
 namespace GA_NS {
 
-template <class T> struct Eight;
-template <> struct Eight<float> {
-  typedef float V __attribute__((vector_size(32)));
-  typedef float U __attribute__((vector_size(32), aligned(4), may_alias));
-  typedef int32_t I __attribute__((vector_size(32)));
-};
-template <> struct Eight<double> {
-  typedef double V __attribute__((vector_size(64)));
-  typedef double U __attribute__((vector_size(64), aligned(8), may_alias));
-  typedef int64_t I __attribute__((vector_size(64)));
-};
-#define V8T typename Eight<T>::V
-template <class T> INLINE V8T load8(const T *p) { return *(const typename Eight<T>::U *)p; }
-template <class T> INLINE void store8(T *p, V8T x) { *(typename Eight<T>::U *)p = x; }
-
 INLINE Eight<float>::V exp8(Eight<float>::V x) { return exp_poly<Eight<float>::V, Eight<float>::I>(x); }
 INLINE Eight<double>::V exp8(Eight<double>::V x) { return exp_poly_double<Eight<double>::V, Eight<double>::I>(x); }
 
 constexpr i64 NARROW = 16;  // the widest head this path takes
 
-// 8 heads x 8 numbers to 8 numbers x 8 heads, or back
-template <class T> INLINE void turn8(V8T (&r)[8]) {
-  V8T t[8], u[8];
-  for (int z = 0; z < 8; z += 2) {
-    t[z] = SHUF(r[z], r[z + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-    t[z + 1] = SHUF(r[z], r[z + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-  }
-  for (int z = 0; z < 8; z += 4)
-    for (int y = 0; y < 2; y++) {
-      u[z + y] = SHUF(t[z + y], t[z + y + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      u[z + y + 2] = SHUF(t[z + y], t[z + y + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-  for (int z = 0; z < 4; z++) {
-    r[z] = SHUF(u[z], u[z + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    r[z + 4] = SHUF(u[z], u[z + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
-}
 // y[c][head] = x[head][c]; heads beyond n are 0
 template <class T> INLINE void heads_in(const T *x, i64 head_step, i64 n, i64 width, T *y) {
   i64 c = 0;

@@ -1,5 +1,6 @@
 // Fused exact attention over runs; compiled once for each instruction set, with GA_NS naming it.
-#include "heads.h"
+#include "eight.h"
+#include "terms.h"
 #include "tiles.h"
 
 namespace GA_NS {
@@ -122,7 +123,8 @@ template <class T> static int forward(const Args &a) {
   if (narrow(a, false)) {
     Job<T> job{a};
     if (a.plan[P_EMPTY]) ga_parallel(a.threads, bh, empty_forward_task<T>, &job);
-    const int r = narrow_run<T>(a, false);
+    int r = eight(a, false) ? eight_run<T>(a, false) : -1;
+    if (r < 0) r = narrow_run<T>(a, false);
     if (r >= 0) return r;
   }
   Buffer first((bh + 1) * 8);
@@ -314,6 +316,18 @@ template <class T> static void empty_back_task(void *ctx, i64 bh) {
   empty_rows(job.a, head_of<T>(job.a, bh), true);
 }
 
+template <class T> static void zero_task(void *ctx, i64 task) {
+  Job<T> &job = *(Job<T> *)ctx;
+  const Args &a = job.a;
+  const i64 split = 16, pair = task / split, s = task % split;
+  Head<T> hd(a, pair / a.HK, pair % a.HK * (a.H / a.HK));
+  for (i64 j = a.TK * s / split; j < a.TK * (s + 1) / split; j++) {
+    T *dk = hd.dk + j * a.dkt, *dv = hd.dv + j * a.dvt;
+    for (i64 c = 0; c < a.D; c++) dk[c] = 0;
+    for (i64 c = 0; c < a.DV; c++) dv[c] = 0;
+  }
+}
+
 template <class T> static int backward(const Args &a) {
   const i64 bh = a.B * a.H, leads = a.BG * a.HG, pairs = a.B * a.HK;
   if (!bh) return 0;
@@ -322,9 +336,11 @@ template <class T> static int backward(const Args &a) {
   job.failed = 0;
   if (a.plan[P_EMPTY]) ga_parallel(a.threads, bh, empty_back_task<T>, &job);
   if (narrow(a, true)) {
-    const int r = narrow_run<T>(a, true);
+    int r = eight(a, true) ? eight_run<T>(a, true) : -1;
+    if (r < 0) r = narrow_run<T>(a, true);
     if (r >= 0) return r;
   }
+  if (a.need_kv) ga_parallel(a.threads, pairs * 16, zero_task<T>, &job);
   const i64 groups = most(plan_i64(a.plan, P_GROUP_LEAD), leads);
   if (groups) {
     i64 chunks = 1;
@@ -409,4 +425,12 @@ template <class T> static int backward(const Args &a) {
 extern "C" __attribute__((visibility("hidden"))) int NAME(GA_NS)(int op, const Args *a) {
   if (a->wide) return op ? GA_NS::backward<double>(*a) : GA_NS::forward<double>(*a);
   return op ? GA_NS::backward<float>(*a) : GA_NS::forward<float>(*a);
+}
+
+#define TERMS2(ns) ga_terms_##ns
+#define TERMS(ns) TERMS2(ns)
+extern "C" __attribute__((visibility("hidden"))) void TERMS(GA_NS)(int back, Terms *a) {
+  using namespace GA_NS;
+  TaskFn fn = a->wide ? (back ? terms_back_task<double> : terms_task<double>) : (back ? terms_back_task<float> : terms_task<float>);
+  ga_parallel(a->threads, a->slots, fn, a);
 }

@@ -11,6 +11,9 @@
 #include <pthread.h>
 #define GA_FORKS 1
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "abi.h"
 
@@ -27,9 +30,24 @@ struct Arena {  // small enough to keep: what a thread needs again at its next t
 thread_local Arena arena;
 }  // namespace
 
+// Memory not touched yet, to come in pages of 2 MiB: with small ones the first touch of a long output, a page fault for
+// every 4 KiB, takes as long as a fifth of the attention itself.  Only advice.
+EXPORT void ga_large_pages(void *p, i64 bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const uintptr_t page = (uintptr_t)1 << 21, at = (uintptr_t)p, from = (at + page - 1) & ~(page - 1);
+  const uintptr_t to = (at + (uintptr_t)bytes) & ~(page - 1);
+  if (to > from) madvise((void *)from, to - from, MADV_HUGEPAGE);
+#else
+  (void)p, (void)bytes;
+#endif
+}
+
 extern "C" void *ga_alloc(size_t bytes) {
   void *p = nullptr;
-  return posix_memalign(&p, 64, bytes) ? nullptr : p;
+  const bool large = bytes >= ((size_t)1 << 25);
+  if (posix_memalign(&p, large ? (size_t)1 << 21 : 64, bytes)) return nullptr;
+  if (large) ga_large_pages(p, (i64)bytes);
+  return p;
 }
 extern "C" void ga_free(void *p) { free(p); }
 extern "C" void *ga_scratch(size_t bytes) {
@@ -97,7 +115,9 @@ EXPORT void ga_start(void *gomp_parallel) {
 
 // ------------------------------------------------------------------ instruction sets
 
-#define DECLARE(ns) extern "C" int ga_run_##ns(int op, const Args *a);
+#define DECLARE(ns)                                \
+  extern "C" int ga_run_##ns(int op, const Args *a); \
+  extern "C" void ga_terms_##ns(int back, Terms *a);
 DECLARE(base)
 #if defined(GA_V3)
 DECLARE(v3)
@@ -132,6 +152,17 @@ EXPORT int ga_run(int isa, int op, const Args *a) {
 #endif
   (void)isa;
   return ga_run_base(op, a);
+}
+
+EXPORT void ga_terms(int isa, int back, Terms *a) {
+#if defined(GA_V4)
+  if (isa == 4) return ga_terms_v4(back, a);
+#endif
+#if defined(GA_V3)
+  if (isa == 3) return ga_terms_v3(back, a);
+#endif
+  (void)isa;
+  ga_terms_base(back, a);
 }
 
 EXPORT i64 ga_args_size(void) { return sizeof(Args); }
@@ -443,7 +474,8 @@ EXPORT i64 *ga_source_plan(const i64 *indptr, const i64 *start, const i64 *stop,
       }
       i64 n = 0, from = b;
       for (; b < (lead + 1) * blocks && n < aim && weight[b] <= 2 * most; b++) n += weight[b];
-      if (n) units.insert(units.end(), {from - lead * blocks, b - lead * blocks, ptr[from], ptr[b], -1});
+      // also where no entry is: who writes a unit's gradients writes zeros for sources nobody reads
+      units.insert(units.end(), {from - lead * blocks, b - lead * blocks, ptr[from], ptr[b], -1});
     }
     unit_lead.push_back((i64)units.size() / 5);
     hub_lead.push_back((i64)hubs.size() / 3);

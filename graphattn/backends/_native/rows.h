@@ -5,7 +5,7 @@
 namespace GA_NS {
 
 constexpr i64 BLOCK = 512;  // edges whose scores are held at once
-constexpr int AHEAD = 24;   // edges between a prefetch and its use
+constexpr int AHEAD = 16;   // edges between a prefetch and its use
 
 INLINE const i64 *plan_i64(const i64 *plan, int field) { return plan + plan[field]; }
 INLINE const int32_t *plan_i32(const i64 *plan, int field) { return (const int32_t *)(plan + plan[field]); }

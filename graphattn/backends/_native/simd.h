@@ -252,6 +252,49 @@ template <class T> INLINE typename Simd<T>::V4 sum4(TV a, TV b, TV c, TV d) {
   return SHUF(xy, zw, 0, 1, 4, 5) + SHUF(xy, zw, 2, 3, 6, 7);
 }
 
-INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
+// Into the second level: a core has more misses to it in flight than to the first, which then follows by itself.
+INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
+
+// eight numbers side by side, whatever the machine's vectors are
+template <class T> struct Eight;
+template <> struct Eight<float> {
+  typedef float V __attribute__((vector_size(32)));
+  typedef float U __attribute__((vector_size(32), aligned(4), may_alias));
+  typedef int32_t I __attribute__((vector_size(32)));
+};
+template <> struct Eight<double> {
+  typedef double V __attribute__((vector_size(64)));
+  typedef double U __attribute__((vector_size(64), aligned(8), may_alias));
+  typedef int64_t I __attribute__((vector_size(64)));
+};
+#define V8T typename Eight<T>::V
+template <class T> INLINE V8T load8(const T *p) { return *(const typename Eight<T>::U *)p; }
+template <class T> INLINE void store8(T *p, V8T x) { *(typename Eight<T>::U *)p = x; }
+// the transpose of eight rows of eight
+template <class T> INLINE void turn8(V8T (&r)[8]) {
+  V8T t[8], u[8];
+  for (int z = 0; z < 8; z += 2) {
+    t[z] = SHUF(r[z], r[z + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    t[z + 1] = SHUF(r[z], r[z + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+  for (int z = 0; z < 8; z += 4)
+    for (int y = 0; y < 2; y++) {
+      u[z + y] = SHUF(t[z + y], t[z + y + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      u[z + y + 2] = SHUF(t[z + y], t[z + y + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int z = 0; z < 4; z++) {
+    r[z] = SHUF(u[z], u[z + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    r[z + 4] = SHUF(u[z], u[z + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+// the sums of eight vectors, side by side
+template <class T> INLINE V8T sums8(const V8T (&r)[8]) {
+  V8T t[4], u[2];
+  for (int z = 0; z < 4; z++)
+    t[z] = SHUF(r[2 * z], r[2 * z + 1], 0, 8, 2, 10, 4, 12, 6, 14) + SHUF(r[2 * z], r[2 * z + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  for (int z = 0; z < 2; z++)
+    u[z] = SHUF(t[2 * z], t[2 * z + 1], 0, 1, 8, 9, 4, 5, 12, 13) + SHUF(t[2 * z], t[2 * z + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return SHUF(u[0], u[1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUF(u[0], u[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}
 
 }  // namespace GA_NS

@@ -148,13 +148,34 @@ template <class T> struct TileScratch {
 // y[c][lane] = x[row of lane][c] * scale, 0 where there is no row
 template <class T>
 static void pack_lanes(const T *x, i64 step, const int32_t *rows, i64 width, T scale, T *y) {
-  for (int z = 0; z < G; z++) {
-    if (rows[z] < 0) {
-      for (i64 c = 0; c < width; c++) y[c * G + z] = 0;
-    } else {
-      const T *r = x + rows[z] * step;
-      for (i64 c = 0; c < width; c++) y[c * G + z] = r[c] * scale;
+  for (int z = 0; z < G; z += 8) {
+    i64 c = 0;
+    for (; c + 8 <= width; c += 8) {
+      V8T r[8];
+      for (int k = 0; k < 8; k++) r[k] = rows[z + k] < 0 ? V8T{} : load8(x + rows[z + k] * step + c) * scale;
+      turn8<T>(r);
+      for (int k = 0; k < 8; k++) store8(y + (c + k) * G + z, r[k]);
     }
+    for (; c < width; c++)
+      for (int k = 0; k < 8; k++) y[c * G + z + k] = rows[z + k] < 0 ? (T)0 : x[rows[z + k] * step + c] * scale;
+  }
+}
+// x[row of lane][c] = y[c][lane] * scale[lane]
+template <class T>
+static void unpack_lanes(const T *y, const T *scale, const int32_t *rows, i64 width, T *x, i64 step) {
+  for (int z = 0; z < G; z += 8) {
+    const V8T s = load8(scale + z);
+    i64 c = 0;
+    for (; c + 8 <= width; c += 8) {
+      V8T r[8];
+      for (int k = 0; k < 8; k++) r[k] = load8(y + (c + k) * G + z) * s;
+      turn8<T>(r);
+      for (int k = 0; k < 8; k++)
+        if (rows[z + k] >= 0) store8(x + rows[z + k] * step + c, r[k]);
+    }
+    for (; c < width; c++)
+      for (int k = 0; k < 8; k++)
+        if (rows[z + k] >= 0) x[rows[z + k] * step + c] = y[c * G + z + k] * s[k];
   }
 }
 template <class T>
@@ -200,6 +221,40 @@ struct Columns {
     }
     if (!straight) *first = -1;
     return n;
+  }
+};
+
+// Which columns each half of the lanes has: a band of columns leaves a corner of every group empty.
+struct Halves {
+  i64 lo[2], hi[2];
+  // columns [0, n) for both; trimmed to those their masks name where that spares a few
+  INLINE Halves(const uint32_t *mask, i64 n, bool trim) : lo{0, 0}, hi{n, n} {
+    if (!trim) return;
+    constexpr i64 LEAST = 8;
+    i64 x[2], y[2];
+    for (int z = 0; z < 2; z++) {
+      const uint32_t own = 0xffffu << (16 * z);
+      for (x[z] = 0; x[z] < n && !(mask[x[z]] & own);) x[z]++;
+      for (y[z] = n; y[z] > x[z] && !(mask[y[z] - 1] & own);) y[z]--;
+    }
+    if (y[0] <= x[0] || y[1] <= x[1]) return;  // a half without columns here: rare, so nothing is spared
+    for (int z = 0; z < 2; z++) {
+      if (x[z] >= x[1 - z] + LEAST) lo[z] = x[z];
+      if (y[z] + LEAST <= y[1 - z]) hi[z] = y[z];
+    }
+  }
+  // f(first column, end, first lane, lanes): stretches of columns with the same lanes
+  template <class F> INLINE void each(F f) const {
+    const i64 a = lo[0] > lo[1] ? lo[0] : lo[1], b = hi[0] < hi[1] ? hi[0] : hi[1];
+    if (a >= b) {
+      for (int z = 0; z < 2; z++) f(lo[z], hi[z], 16 * z, 16);
+      return;
+    }
+    for (int z = 0; z < 2; z++)
+      if (lo[z] < a) f(lo[z], a, 16 * z, 16);
+    f(a, b, 0, G);
+    for (int z = 0; z < 2; z++)
+      if (hi[z] > b) f(b, hi[z], 16 * z, 16);
   }
 };
 
@@ -338,26 +393,33 @@ static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, S
       gather_rows<T>(hd.v, a.vt, w.idx, n, a.DV, w.dvp, w.vc);
       kp = w.kc, ks = w.dp, vp = w.vc, vs = w.dvp;
     }
-    product<T, SET>(n, G, kp, ks, 1, w.qt, G, a.D, w.s, G);
-    if (more) extras(a, hd, w, n);
     uint32_t all = 0xffffffffu;
     for (i64 c = 0; c < n; c++) all &= w.mask[c];
+    const Halves halves(w.mask, n, all != 0xffffffffu && !more);
+    halves.each([&](i64 c, i64 end, i64 z, i64 lanes) {
+      product<T, SET>(end - c, lanes, kp + c * ks, ks, 1, w.qt + z, G, a.D, w.s + c * G + z, G);
+    });
+    if (more) extras(a, hd, w, n);
     const TV none = splat<T>(-__builtin_inf());
     for (int z = 0; z < G; z += W) {
+      const i64 c0 = halves.lo[z / 16], c1 = halves.hi[z / 16];
       TV top = load(w.m + z), old = top, sum{};
       if (all != 0xffffffffu) {
         const typename Simd<T>::I bits = lane_bits<T>(z);
-        for (i64 c = 0; c < n; c++) {
-          TV x = pick<T>(w.mask[c], bits, load(w.s + c * G + z), none);
-          store(w.s + c * G + z, x);
+        for (i64 c = c0; c < c1; c++) {
+          TV x = load(w.s + c * G + z);
+          if (w.mask[c] != 0xffffffffu) {
+            x = pick<T>(w.mask[c], bits, x, none);
+            store(w.s + c * G + z, x);
+          }
           top = maxv<T>(top, x);
         }
       } else {
-        for (i64 c = 0; c < n; c++) top = maxv<T>(top, load(w.s + c * G + z));
+        for (i64 c = c0; c < c1; c++) top = maxv<T>(top, load(w.s + c * G + z));
       }
       const TV base = top - top == TV{} ? top : TV{};
       const TV fade = begun ? vexp(old - base) : TV{};
-      for (i64 c = 0; c < n; c++) {
+      for (i64 c = c0; c < c1; c++) {
         TV x = vexp(load(w.s + c * G + z) - base);
         store(w.s + c * G + z, x);
         sum += x;
@@ -370,7 +432,9 @@ static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, S
     if (a.drop)
       for (i64 c = 0; c < n * G; c += W) store(w.s + c, load(w.s + c) * load(w.drop + c));
     begun = true;
-    product<T, ADD>(a.DV, G, vp, 1, vs, w.s, G, n, w.ot, G);
+    halves.each([&](i64 c, i64 end, i64 z, i64 lanes) {
+      product<T, ADD>(a.DV, lanes, vp + c * vs, 1, vs, w.s + c * G + z, G, end - c, w.ot + z, G);
+    });
   }
   // anything that is not finite may have come from a column that only others read: 0 * nan
   TV odd{};
@@ -382,11 +446,10 @@ static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, S
     return;
   }
   for (int z = 0; z < G; z++) {
-    if (rows[z] < 0) continue;
-    T *o = hd.out + rows[z] * a.ot, inv = 1 / w.l[z];
-    for (i64 c = 0; c < a.DV; c++) o[c] = w.ot[c * G + z] * inv;
-    hd.lse[rows[z]] = w.m[z] + slog(w.l[z]);
+    if (rows[z] >= 0) hd.lse[rows[z]] = w.m[z] + slog(w.l[z]);
+    w.f[z] = 1 / w.l[z];
   }
+  unpack_lanes<T>(w.ot, w.f, rows, a.DV, hd.out, a.ot);
 }
 
 // The backward of a group, lane by lane and edge by edge: for values that are not finite.
@@ -453,13 +516,16 @@ static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, 
       gather_rows<T>(hd.v, a.vt, w.idx, n, a.DV, w.dvp, w.vc);
       kp = w.kc, ks = w.dp, vp = w.vc, vs = w.dvp;
     }
-    product<T, SET>(n, G, kp, ks, 1, w.qt, G, a.D, w.s, G);
+    const Halves halves(w.mask, n, !more);
+    halves.each([&](i64 c, i64 end, i64 z, i64 lanes) {
+      product<T, SET>(end - c, lanes, kp + c * ks, ks, 1, w.qt + z, G, a.D, w.s + c * G + z, G);
+      product<T, SET>(end - c, lanes, vp + c * vs, vs, 1, w.gt + z, G, a.DV, w.ds + c * G + z, G);
+    });
     if (more) extras(a, hd, w, n);
-    product<T, SET>(n, G, vp, vs, 1, w.gt, G, a.DV, w.ds, G);
     for (int z = 0; z < G; z += W) {
       const typename Simd<T>::I bits = lane_bits<T>(z);
       const TV lse = load(w.l + z), delta = load(w.m + z);
-      for (i64 c = 0; c < n; c++) {
+      for (i64 c = halves.lo[z / 16]; c < halves.hi[z / 16]; c++) {
         TV p = vexp(load(w.s + c * G + z) - lse);
         TV d = load(w.ds + c * G + z), kept = p;
         if (a.drop) {
@@ -478,16 +544,18 @@ static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, 
       }
     }
     if (more) extras_back(a, hd, w, n, dpos);
-    product<T, ADD>(a.D, G, kp, 1, ks, w.ds, G, n, w.ot, G);
-    i64 c = 0;
-    for (; c + NB <= n; c += NB) {
-      sink_rows<T, NB>(w.s + c * G, G, w.gr, w.dvp, G, dv, w.idx + c, a.DV);
-      sink_rows<T, NB>(w.ds + c * G, G, w.qr, w.dp, G, dk, w.idx + c, a.D);
-    }
-    for (; c < n; c++) {
-      sink_rows<T, 1>(w.s + c * G, G, w.gr, w.dvp, G, dv, w.idx + c, a.DV);
-      sink_rows<T, 1>(w.ds + c * G, G, w.qr, w.dp, G, dk, w.idx + c, a.D);
-    }
+    halves.each([&](i64 c, i64 end, i64 z, i64 lanes) {
+      product<T, ADD>(a.D, lanes, kp + c * ks, 1, ks, w.ds + c * G + z, G, end - c, w.ot + z, G);
+      const T *g = w.gr + z * w.dvp, *x = w.qr + z * w.dp;
+      for (; c + NB <= end; c += NB) {
+        sink_rows<T, NB>(w.s + c * G + z, G, g, w.dvp, lanes, dv, w.idx + c, a.DV);
+        sink_rows<T, NB>(w.ds + c * G + z, G, x, w.dp, lanes, dk, w.idx + c, a.D);
+      }
+      for (; c < end; c++) {
+        sink_rows<T, 1>(w.s + c * G + z, G, g, w.dvp, lanes, dv, w.idx + c, a.DV);
+        sink_rows<T, 1>(w.ds + c * G + z, G, x, w.dp, lanes, dk, w.idx + c, a.D);
+      }
+    });
   }
   for (i64 c = 0; c < a.D * G; c += W) odd += load(w.ot + c) * (T)0;
   if (hsum<T>(odd) != 0) {
@@ -496,11 +564,8 @@ static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, 
     backward_group_rows<T>(a, again, rw, rows, nullptr, nullptr, nullptr);
     return;
   }
-  for (int z = 0; z < G; z++) {
-    if (rows[z] < 0) continue;
-    T *d = hd.dq + rows[z] * a.dqt;
-    for (i64 c = 0; c < a.D; c++) d[c] = w.ot[c * G + z] * hd.scale;
-  }
+  for (int z = 0; z < G; z++) w.f[z] = hd.scale;
+  unpack_lanes<T>(w.ot, w.f, rows, a.D, hd.dq, a.dqt);
 }
 
 }  // namespace GA_NS
