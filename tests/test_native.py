@@ -203,14 +203,18 @@ def test_terms_of_the_additive_score(dtype: torch.dtype, heads: int, width: int,
     values = torch.randn(2, 300, heads, width, dtype=dtype).transpose(1, 2).requires_grad_()
     vectors = [torch.randn(heads, width, dtype=dtype, requires_grad=True) for _ in range(2)]
     assert terms._fast(values.transpose(1, 2), *vectors)
-    got, want = terms.additive_terms(values, *vectors), [terms._plain(values, x) for x in vectors]
-    near(list(got), want, 1e-13 if dtype == torch.float64 else 1e-5, "terms")
-    ups = [torch.randn_like(x) for x in want]
-    mine = torch.autograd.grad(got, [values, *vectors], ups, create_graph=True)
-    near(list(mine), list(torch.autograd.grad(want, [values, *vectors], ups)), 1e-4, "a graph of the gradient")
-    got = terms.additive_terms(values, *vectors)
-    right = torch.autograd.grad([terms._plain(values.double(), x.double()) for x in vectors], [values, *vectors], ups)
-    near(list(torch.autograd.grad(got, [values, *vectors], ups)), list(right), 1e-13 if dtype == torch.float64 else 3e-5, "")
+    leaves, close = [values, *vectors], 1e-13 if dtype == torch.float64 else 1e-5
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    want = [terms._plain(exact[0], x) for x in exact[1:]]
+    ups = [torch.randn(x.shape, dtype=torch.float64) for x in want]
+    gradients = list(torch.autograd.grad(want, exact, ups))
+    for graph_too in (False, True):
+        got = terms.additive_terms(*leaves)
+        near(list(got), want, close, "terms")
+        near(
+            list(torch.autograd.grad(got, leaves, [x.to(dtype) for x in ups], create_graph=graph_too)),
+            gradients, close, f"gradients, differentiable {graph_too}",
+        )  # fmt: skip
     torch.func.vmap(lambda v: terms.additive_terms(v, *vectors)[0])(values)
 
 

@@ -126,7 +126,7 @@ template <class V> INLINE V exp_core(V y, V &n, V &t) {
 template <class V, class I> INLINE V exp_poly(V x) {
   V n, t, p = exp_core<V>(x < -87.f ? V{} - 87.f : x, n, t);
   p = p * (V)(((I)t << 23) + 0x3f800000);
-  return x < -87.f ? V{} : p;
+  return x < -87.f ? V{} : x > 88.7f ? V{} + __builtin_inff() : p;  // only infinity is that large after the maximum is off
 }
 template <class V> INLINE V exp_core_double(V y, V &n, V &t) {
   const V magic = V{} + 6755399441055744.0;
@@ -151,7 +151,7 @@ template <class V> INLINE V exp_core_double(V y, V &n, V &t) {
 template <class V, class I> INLINE V exp_poly_double(V x) {
   V n, t, p = exp_core_double<V>(x < -708.0 ? V{} - 708.0 : x, n, t);
   p = p * (V)(((I)t << 52) + 0x3ff0000000000000);
-  return x < -708.0 ? V{} : p;
+  return x < -708.0 ? V{} : x > 709.7 ? V{} + __builtin_inf() : p;
 }
 #if defined(__AVX512F__)
 INLINE VF vexp(VF x) {
