@@ -553,8 +553,9 @@ def _ours(inputs: _Inputs, name: str) -> Contender:
         if module is None:
             raise Unavailable(str(missing))
     with torch.enable_grad():
-        if name != "auto" and inputs.head is None:
-            call = backends.make_call(inputs.q, inputs.k, inputs.v, graph, score=score)
+        if name != "auto":
+            q, k, v = (inputs.q, inputs.k, inputs.v) if inputs.head is None else inputs.head.project(inputs.x)
+            call = backends.make_call(q, k, v, graph, score=score)
             reason = module.why_not(call)  # type: ignore[union-attr]
             if reason is not None:
                 raise Unavailable(reason)

@@ -47,14 +47,14 @@ def why_not(call: Call) -> str | None:
 
 
 def cost(call: Call) -> float:
-    """A gathered row per edge and product, slower once keys and values are out of the caches; a price per head."""
+    """A gathered row per edge and product, slower once keys and values are out of the caches; a price per head and row."""
     width = call.q.shape[-1] + call.v.shape[-1]
     pairs = call.batch * call.heads
     passes = 3.4 if call.needs_grad else 1.0
-    each = 7e-9 + width * 0.06e-9
+    each = 14e-9 + width * 0.13e-9
     gathered = call.graph.s * width * (8 if call.wide == torch.float64 else 4)
     each *= 1.0 if gathered < 2**22 else 1.5 if gathered < 2**25 else 4.0
-    return 40e-6 + passes * (pairs * 50e-6 + call.edge_work * each / torch.get_num_threads())
+    return 40e-6 + passes * (pairs * (60e-6 + call.graph.t * 0.1e-6) + call.edge_work * each / torch.get_num_threads())
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:

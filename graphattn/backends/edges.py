@@ -18,6 +18,13 @@ def why_not(call: Call) -> str | None:
     return None
 
 
+def memory(call: Call) -> int:
+    """Bytes of the vectors per edge alive at once: keys, values and what is multiplied with them."""
+    width = call.q.shape[-1] + call.v.shape[-1]
+    size = 8 if call.wide == torch.float64 else 4
+    return int(call.edge_work * width * size * (3.2 if call.needs_grad else 1.5))
+
+
 def cost(call: Call) -> float:
     """Gathers and scatters one row of width D per edge, several times, mostly on one core."""
     width = call.q.shape[-1] + call.v.shape[-1]
