@@ -158,7 +158,7 @@ def test_narrow_heads(heads: int, score: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("score", ["dot", "additive", "gatv2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("beside", [False, True])
 def test_eight_heads_of_eight(beside: bool, dtype: torch.dtype, score: str, isa: str) -> None:
     """A route of its own: rows and sources nobody reads, long rows, dropout, lse's gradient, both layouts."""
@@ -168,21 +168,23 @@ def test_eight_heads_of_eight(beside: bool, dtype: torch.dtype, score: str, isa:
     g = graph_of(mask)
     d = 1 if score == "additive" else 8
     for options in ({}, {"dropout": 0.4, "seed": 9}):
-        leaves = inputs(g, 2, 16, 16, d, 8, torch.float64)
+        leaves = inputs(g, 2, 16, 16, d, 8, dtype)
         if score == "additive":
             options["score"] = ga.Additive(0.2)
         elif score == "gatv2":
-            leaves.append(torch.randn(16, d, dtype=torch.float64, requires_grad=True))
-            options["score"] = ga.GATv2(leaves[-1], 0.2)
-        want = gradients(leaves, g, "edges", **options)
-        own = [x.detach().to(dtype) for x in leaves]
+            leaves.append(torch.randn(16, d, dtype=dtype, requires_grad=True))
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        if score == "gatv2":
+            options["score"] = ga.GATv2(exact[-1], 0.2)
+        want = gradients(exact, g, "edges", **options)
+        own = [x.detach() for x in leaves]
         if beside:
             own = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in own]
         own = [x.requires_grad_() for x in own]
         if score == "gatv2":
             options["score"] = ga.GATv2(own[-1], 0.2)
         got = gradients(own, g, "native", **options)
-        near([x.double() for x in got], want, 1e-12 if dtype == torch.float64 else 2e-6, f"{score} {isa}")
+        near(got, want, DTYPES[dtype], f"{score} {isa}")
 
 
 def test_eight_heads_and_values_that_are_not_finite(isa: str) -> None:

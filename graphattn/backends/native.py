@@ -186,7 +186,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`(out, lse)`; differentiable once."""
     wide, dtype = call.wide, call.q.dtype
     q, k, v = call.q, call.k, call.v
-    if dtype != wide:
+    if dtype != wide and (dtype != torch.bfloat16 or transformed()):  # bfloat16 is read as it is stored
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
     if call.plain:
         spec = _Spec(call.graph, call.scale)
@@ -261,7 +261,7 @@ class _Attend(torch.autograd.Function):
         if g_out is None:
             if g_lse is None:
                 return (None,) * 9
-            g_out = torch.zeros_like(out)
+            g_out = torch.zeros_like(out, dtype=inputs[0].dtype)
         needs = ctx.needs_input_grad[1:]
         if not torch.is_grad_enabled() and not transformed():
             return None, *_backward(ctx.spec, needs, g_out, g_lse, out, lse, *inputs)
@@ -293,7 +293,7 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, spec: _Spec, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         output = _forward(spec, *tensors)  # type: ignore[arg-type]
         _Attend.setup_context(ctx, (spec, *tensors), output)
-        return output
+        return _back(output, tensors[0].dtype)  # type: ignore[union-attr]
 
     backward = _Attend.backward
 
@@ -426,11 +426,16 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """Of what is computed from x."""
+    return torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+
+
 def _like(x: Tensor, width: int, zero: bool = False) -> Tensor:
-    """A new tensor (..., width) laid out like x: heads beside width if x is (B, T, H, D) inside."""
+    """A new wide tensor (..., width) laid out like x: heads beside width if x is (B, T, H, D) inside."""
     b, h, t, _ = x.shape
     beside = h > 1 and t > 1 and x.stride(1) < x.stride(2)
-    new = torch.empty((b, t, h, width) if beside else (b, h, t, width), dtype=x.dtype)
+    new = torch.empty((b, t, h, width) if beside else (b, h, t, width), dtype=_wide(x))
     if new.nbytes >= LARGE:
         _checked().ga_large_pages(new.data_ptr(), new.nbytes)
     if zero:
@@ -462,7 +467,7 @@ def _head(
     b, h, t, d = q.shape
     indptr, start, stop, edge_ptr = _runs(graph)
     fields = [
-        q.dtype == torch.float64,
+        {torch.float64: 1, torch.bfloat16: 2}.get(q.dtype, 0),
         torch.get_num_threads(),
         *(b, h, k.shape[1], t, k.shape[2], d, v.shape[3], bg, hg, graph.num_edges),
         *(indptr.data_ptr(), start.data_ptr(), stop.data_ptr(), graph.run_edge().data_ptr(), edge_ptr.data_ptr()),
@@ -526,7 +531,7 @@ def _call(op: int, fields: list[int], tail: tuple[float, ...]) -> None:
 def _forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
     q, k, v, extras = _rows(q), _rows(k), _rows(v), _ready(extras)
     out = _like(q, v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=q.dtype)
+    lse = torch.empty(q.shape[:3], dtype=_wide(q))
     if lse.numel():
         _call(0, _head(spec, q, k, v, out, lse, extras, _tiled(spec, extras), 0) + [0] * 31, _tail(spec))
     return out, lse
@@ -555,11 +560,11 @@ def _backward(
     dq = _like(q, d)
     dk, dv = (_like(x, x.shape[3], zero=empty or not need_kv) for x in (k, v))
     grads = [
-        None if x is None or not n else torch.zeros(s, dtype=q.dtype)
+        None if x is None or not n else torch.zeros(s, dtype=out.dtype)
         for x, n, s in zip(ready, needs[3:], shapes, strict=True)
     ]
     if empty:
-        return dq, dk, dv, *grads
+        return *(x.to(q.dtype) for x in (dq, dk, dv)), *grads
     d_bias, d_key, d_value, _, _ = grads
     over_b, over_h = b if bg == 1 else 1, h if hg == 1 else 1
     shared = (
@@ -567,9 +572,9 @@ def _backward(
         and ((over_b > 1 and d_bias.shape[0] == 1) or (over_h > 1 and d_bias.shape[1] == 1))
         or any(x is not None and (over_b > 1 or (over_h > 1 and x.shape[1] == 1)) for x in (d_key, d_value))
     )
-    d_vector = torch.zeros(_SLOTS, b * h, d, dtype=q.dtype) if grads[3] is not None else None
+    d_vector = torch.zeros(_SLOTS, b * h, d, dtype=out.dtype) if grads[3] is not None else None
     width = 1 if spec.position == 1 else table.shape[1] if table is not None else 0
-    d_table = torch.zeros(_SLOTS, b * h, width, dtype=q.dtype) if grads[4] is not None else None
+    d_table = torch.zeros(_SLOTS, b * h, width, dtype=out.dtype) if grads[4] is not None else None
     delta = torch.empty_like(lse)
     tiles = _tiled(spec, ready) and not shared  # tiles write a bias gradient from one (b, h) only
     splan = _source_plan(graph, tiles) if need_kv else None
@@ -602,4 +607,4 @@ def _backward(
         grads[3] = d_vector.view(_SLOTS, b, h, d).sum((0, 1))
     if d_table is not None:
         grads[4] = d_table.view(_SLOTS, b, h, width).sum((0, 1)).view(shapes[4])
-    return dq, dk, dv, *grads
+    return *(x.to(q.dtype) for x in (dq, dk, dv)), *grads

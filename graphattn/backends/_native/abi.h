@@ -6,7 +6,7 @@
 typedef int64_t i64;
 
 struct Args {
-  i64 wide;     // 1: float64, 0: float32
+  i64 wide;     // 0: float32; 1: float64; 2: q, k, v and the output's gradient stored in bfloat16, the rest float32
   i64 threads;
   i64 B, H, HK, TQ, TK, D, DV, BG, HG, E;
   const i64 *indptr, *start, *stop, *run_edge, *edge_ptr;

@@ -46,28 +46,29 @@ template <class T> struct EightJob {
 };
 
 // of eight heads: their rows and what they share
-template <class T> struct EightHeads {
+template <class T, class S> struct EightHeads {
   i64 b, h0, lead;
-  const T *q, *k, *v, *go, *out;
+  const S *q, *k, *v, *go;
+  const T *out;
   V8T vec[8];
   T scale, slope;
   INLINE EightHeads(const Args &a, i64 set) {
     const i64 sets = a.H / 8;
     b = set / sets, h0 = set % sets * 8;
     lead = a.BG > 1 ? b : 0;
-    q = (const T *)a.q + b * a.qb + h0 * a.qh;
-    k = (const T *)a.k + b * a.kb + h0 * a.kh;
-    v = (const T *)a.v + b * a.vb + h0 * a.vh;
+    q = (const S *)a.q + b * a.qb + h0 * a.qh;
+    k = (const S *)a.k + b * a.kb + h0 * a.kh;
+    v = (const S *)a.v + b * a.vb + h0 * a.vh;
     out = (const T *)a.out + b * a.ob + h0 * a.oh;
-    go = a.go ? (const T *)a.go + b * a.gb + h0 * a.gh : nullptr;
+    go = a.go ? (const S *)a.go + b * a.gb + h0 * a.gh : nullptr;
     scale = (T)a.scale, slope = (T)a.slope;
     for (int y = 0; y < 8; y++) vec[y] = a.score == 2 ? load8((const T *)a.vec + (h0 + y) * 8) : V8T{};
   }
   // one number per head, `step` apart
-  static INLINE V8T numbers(const T *p, i64 step) {
+  template <class P> static INLINE V8T numbers(const P *p, i64 step) {
     if (step == 1) return load8(p);
     V8T x;
-    for (int y = 0; y < 8; y++) x[y] = p[y * step];
+    for (int y = 0; y < 8; y++) x[y] = wide(p[y * step]);
     return x;
   }
 };
@@ -76,15 +77,15 @@ template <class T> INLINE V8T each8(V8T p, int y) { return V8T{} + p[y]; }
 template <class T> INLINE V8T leaky8(V8T u, T slope) { return u > V8T{} ? u : u * slope; }
 
 // the query of eight heads: one number each (Additive) or eight
-template <class T, int SCORE> struct EightQuery {
+template <class T, class S, int SCORE> struct EightQuery {
   V8T x[SCORE == 1 ? 1 : 8];
-  INLINE EightQuery(const EightHeads<T> &hd, const Args &a, i64 i) {
+  INLINE EightQuery(const EightHeads<T, S> &hd, const Args &a, i64 i) {
     if (SCORE == 1) x[0] = hd.numbers(hd.q + i * a.qt, a.qh);
     else
       for (int y = 0; y < 8; y++) x[SCORE == 1 ? 0 : y] = load8(hd.q + i * a.qt + y * a.qh);
   }
-  INLINE V8T score(const EightHeads<T> &hd, const Args &a, i64 j) const {
-    const T *k = hd.k + j * a.kt;
+  INLINE V8T score(const EightHeads<T, S> &hd, const Args &a, i64 j) const {
+    const S *k = hd.k + j * a.kt;
     if (SCORE == 1) return leaky8<T>(x[0] + hd.numbers(k, a.kh), hd.slope) * hd.scale;
     V8T r[8];
     for (int y = 0; y < 8; y++) {
@@ -95,8 +96,8 @@ template <class T, int SCORE> struct EightQuery {
   }
 };
 
-template <class T> INLINE void prefetch8(const T *p, i64 head_step) {
-  const i64 line = 64 / sizeof(T);
+template <class S> INLINE void prefetch8(const S *p, i64 head_step) {
+  const i64 line = 64 / sizeof(S);
   if (head_step == 8)
     for (i64 c = 0; c < 64; c += line) prefetch(p + c);
   else
@@ -131,14 +132,14 @@ INLINE void eight_rows(const Args &a, i64 lead, const i64 *unit, int32_t *idx, A
   }
 }
 
-template <class T, int SCORE> static void eight_task(void *ctx, i64 task) {
+template <class T, class S, int SCORE> static void eight_task(void *ctx, i64 task) {
   EightJob<T> &job = *(EightJob<T> *)ctx;
   const Args &a = job.a;
   char *room = (char *)ga_scratch((BLOCK * 2 + 64) * 4 + BLOCK * 8 * sizeof(T));
   if (!room) { job.failed = 1; return; }
   int32_t *idx = (int32_t *)room;
   T *s = (T *)(room + (BLOCK * 2 + 64) * 4);
-  const EightHeads<T> hd(a, task / job.slots);
+  const EightHeads<T, S> hd(a, task / job.slots);
   const i64 *ul = plan_i64(a.plan, P_UNIT_LEAD), n = ul[hd.lead + 1] - ul[hd.lead], slot = task % job.slots;
   uint32_t state[8];
   V8T m, l, acc[8];
@@ -154,7 +155,7 @@ template <class T, int SCORE> static void eight_task(void *ctx, i64 task) {
             for (int y = 0; y < 8; y++) state[y] = mix(hash_head(a.seed, hd.b, hd.h0 + y), (uint32_t)i);
         },
         [&](i64 i, const int32_t *own, i64 len, i64, i64 pos) {
-          const EightQuery<T, SCORE> q(hd, a, i);
+          const EightQuery<T, S, SCORE> q(hd, a, i);
           V8T top = m;
           for (i64 e = 0; e < len; e++) {
             prefetch8(hd.v + own[e + AHEAD] * a.vt, a.vh);
@@ -179,7 +180,8 @@ template <class T, int SCORE> static void eight_task(void *ctx, i64 task) {
             store8(s + e * 8, p);
           }
           for (i64 e = 0; e < len; e++) {
-            const T *v = hd.v + own[e] * a.vt, *p = s + e * 8;
+            const S *v = hd.v + own[e] * a.vt;
+            const T *p = s + e * 8;
             for (int y = 0; y < 8; y++) b[y] += (V8T{} + p[y]) * load8(v + y * a.vh);
           }
           for (int y = 0; y < 8; y++) acc[y] = b[y];
@@ -192,13 +194,13 @@ template <class T, int SCORE> static void eight_task(void *ctx, i64 task) {
         });
 }
 
-template <class T, int SCORE> static void eight_back_task(void *ctx, i64 task) {
+template <class T, class S, int SCORE> static void eight_back_task(void *ctx, i64 task) {
   EightJob<T> &job = *(EightJob<T> *)ctx;
   const Args &a = job.a;
   int32_t *idx = (int32_t *)ga_scratch((BLOCK * 2 + 64) * 4);
   if (!idx) { job.failed = 1; return; }
   const i64 set = task / job.slots, slot = task % job.slots;
-  const EightHeads<T> hd(a, set);
+  const EightHeads<T, S> hd(a, set);
   const i64 *ul = plan_i64(a.plan, P_UNIT_LEAD), n = ul[hd.lead + 1] - ul[hd.lead];
   const i64 *row_edge = plan_i64(a.plan, P_ROW_EDGE), e_lead = row_edge[plan_i64(a.plan, P_ROW_LEAD)[hd.lead]];
   T *dq = (T *)a.dq + hd.b * a.dqb + hd.h0 * a.dqh;
@@ -224,7 +226,7 @@ template <class T, int SCORE> static void eight_back_task(void *ctx, i64 task) {
             for (int y = 0; y < 8; y++) state[y] = mix(hash_head(a.seed, hd.b, hd.h0 + y), (uint32_t)i);
         },
         [&](i64 i, const int32_t *own, i64 len, i64 t, i64 pos) {
-          const EightQuery<T, SCORE> q(hd, a, i);
+          const EightQuery<T, S, SCORE> q(hd, a, i);
           T *stash = job.stash ? job.stash + (set * a.plan[P_EMAX] + row_edge[t] - e_lead + pos) * 16 : nullptr;
           for (i64 e = 0; e < len; e++) {
             const i64 j = own[e];
@@ -239,7 +241,7 @@ template <class T, int SCORE> static void eight_back_task(void *ctx, i64 task) {
               kept *= drop;
             }
             d = p * (d - delta) * hd.scale;
-            const T *k = hd.k + j * a.kt;
+            const S *k = hd.k + j * a.kt;
             if (SCORE == 1) {
               d = q.x[0] + hd.numbers(k, a.kh) > V8T{} ? d : d * hd.slope;  // what flows to q and k alike
               acc[0] += d;
@@ -274,12 +276,12 @@ template <class T, int SCORE> static void eight_back_task(void *ctx, i64 task) {
     }
 }
 
-template <class T, int SCORE> static void eight_source_task(void *ctx, i64 task) {
+template <class T, class S, int SCORE> static void eight_source_task(void *ctx, i64 task) {
   EightJob<T> &job = *(EightJob<T> *)ctx;
   const Args &a = job.a;
   const i64 *plan = a.plan, *sp = a.splan, *ul = plan_i64(sp, S_UNIT_LEAD);
   const i64 set = task / job.slots, slot = task % job.slots;
-  const EightHeads<T> hd(a, set);
+  const EightHeads<T, S> hd(a, set);
   const i64 units = ul[hd.lead + 1] - ul[hd.lead];
   const int32_t *rows = plan_i32(plan, P_ROW), *er = plan_i32(sp, S_ENTRY_ROW), *ej = plan_i32(sp, S_ENTRY_J);
   const i64 *ee = plan_i64(sp, S_ENTRY_E);
@@ -301,7 +303,8 @@ template <class T, int SCORE> static void eight_source_task(void *ctx, i64 task)
           if (SCORE != 1) prefetch8(hd.q + soon * a.qt, a.qh);
           for (i64 c = 0; c < 16; c += 64 / (i64)sizeof(T)) prefetch(stash + ee[t + AHEAD] * 16 + c);
         }
-        const T *p = stash + ee[t] * 16, *d = p + 8, *g = hd.go + i * a.gt, *x = hd.q + i * a.qt;
+        const T *p = stash + ee[t] * 16, *d = p + 8;
+        const S *g = hd.go + i * a.gt, *x = hd.q + i * a.qt;
         for (int y = 0; y < 8; y++) v_sum[y] += (V8T{} + p[y]) * load8(g + y * a.gh);
         if (SCORE == 1) {
           k_sum[0] += load8(d);
@@ -326,26 +329,26 @@ template <class T, int SCORE> static void eight_source_task(void *ctx, i64 task)
   }
 }
 
-template <class T, int SCORE> static int eight_score(const Args &a, bool back, EightJob<T> &job) {
+template <class T, class S, int SCORE> static int eight_score(const Args &a, bool back, EightJob<T> &job) {
   const i64 sets = a.B * a.H / 8, units = most(plan_i64(a.plan, P_UNIT_LEAD), a.BG);
   job.slots = a.slots && a.slots < units ? a.slots : units;
-  ga_parallel(a.threads, sets * job.slots, back ? eight_back_task<T, SCORE> : eight_task<T, SCORE>, &job);
+  ga_parallel(a.threads, sets * job.slots, back ? eight_back_task<T, S, SCORE> : eight_task<T, S, SCORE>, &job);
   if (back && a.need_kv && job.stash && !job.failed) {
     job.slots = most(plan_i64(a.splan, S_UNIT_LEAD), a.BG);
-    ga_parallel(a.threads, sets * job.slots, eight_source_task<T, SCORE>, &job);
+    ga_parallel(a.threads, sets * job.slots, eight_source_task<T, S, SCORE>, &job);
   }
   return job.failed;
 }
 
 // -1: not this path after all
-template <class T> static int eight_run(const Args &a, bool back) {
+template <class T, class S> static int eight_run(const Args &a, bool back) {
   const i64 stash = back && a.need_kv ? a.B * (a.H / 8) * a.plan[P_EMAX] * 16 : 0;
   if (stash * (i64)sizeof(T) > a.stash_limit) return -1;
   EightJob<T> job{a, 0, nullptr, 0};
   if (stash && !(job.stash = (T *)ga_alloc(stash * sizeof(T)))) return -1;
-  const int r = a.score == 0 ? eight_score<T, 0>(a, back, job)
-              : a.score == 1 ? eight_score<T, 1>(a, back, job)
-                             : eight_score<T, 2>(a, back, job);
+  const int r = a.score == 0 ? eight_score<T, S, 0>(a, back, job)
+              : a.score == 1 ? eight_score<T, S, 1>(a, back, job)
+                             : eight_score<T, S, 2>(a, back, job);
   if (job.stash) ga_free(job.stash);
   return r;
 }

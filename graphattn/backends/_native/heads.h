@@ -12,7 +12,7 @@ INLINE Eight<double>::V exp8(Eight<double>::V x) { return exp_poly_double<Eight<
 constexpr i64 NARROW = 16;  // the widest head this path takes
 
 // y[c][head] = x[head][c]; heads beyond n are 0
-template <class T> INLINE void heads_in(const T *x, i64 head_step, i64 n, i64 width, T *y) {
+template <class T, class S> INLINE void heads_in(const S *x, i64 head_step, i64 n, i64 width, T *y) {
   i64 c = 0;
   if (n == 8)
     for (; c + 8 <= width; c += 8) {
@@ -22,7 +22,7 @@ template <class T> INLINE void heads_in(const T *x, i64 head_step, i64 n, i64 wi
       for (int z = 0; z < 8; z++) store8(y + (c + z) * 8, r[z]);
     }
   for (; c < width; c++)
-    for (i64 z = 0; z < 8; z++) y[c * 8 + z] = z < n ? x[z * head_step + c] : (T)0;
+    for (i64 z = 0; z < 8; z++) y[c * 8 + z] = z < n ? wide(x[z * head_step + c]) : (T)0;
 }
 template <class T> INLINE void heads_out(const T *y, i64 head_step, i64 n, i64 width, T *x) {
   i64 c = 0;
@@ -60,22 +60,22 @@ static bool narrow(const Args &a, bool back) {
 
 constexpr i64 PACK = 256;  // rows a packing task takes
 
-template <class T> INLINE void pack_part(const Narrow<T> &w, const void *x, i64 xb, i64 xh, i64 xt, i64 rows, i64 width, i64 z,
+template <class T, class S> INLINE void pack_part(const Narrow<T> &w, const void *x, i64 xb, i64 xh, i64 xt, i64 rows, i64 width, i64 z,
                                          i64 t0, T *y) {
   auto s = w.at(z);
-  const T *p = (const T *)x + s.b * xb + s.h0 * xh;
+  const S *p = (const S *)x + s.b * xb + s.h0 * xh;
   for (i64 t = t0; t < t0 + PACK && t < rows; t++)
     heads_in<T>(p + t * xt, xh, s.n, width, y + (z * rows + t) * width * 8);
 }
-template <class T> static void pack_task(void *ctx, i64 task) {
+template <class T, class S> static void pack_task(void *ctx, i64 task) {
   Narrow<T> &w = *(Narrow<T> *)ctx;
   const Args &a = w.a;
   const i64 longest = a.TK > a.TQ ? a.TK : a.TQ, per = (longest + PACK - 1) / PACK, z = task / per, t0 = task % per * PACK;
-  pack_part(w, a.k, a.kb, a.kh, a.kt, a.TK, a.D, z, t0, w.k);
-  pack_part(w, a.v, a.vb, a.vh, a.vt, a.TK, a.DV, z, t0, w.v);
+  pack_part<T, S>(w, a.k, a.kb, a.kh, a.kt, a.TK, a.D, z, t0, w.k);
+  pack_part<T, S>(w, a.v, a.vb, a.vh, a.vt, a.TK, a.DV, z, t0, w.v);
   if (!w.q) return;
-  pack_part(w, a.q, a.qb, a.qh, a.qt, a.TQ, a.D, z, t0, w.q);
-  pack_part(w, a.go, a.gb, a.gh, a.gt, a.TQ, a.DV, z, t0, w.g);
+  pack_part<T, S>(w, a.q, a.qb, a.qh, a.qt, a.TQ, a.D, z, t0, w.q);
+  pack_part<T, S>(w, a.go, a.gb, a.gh, a.gt, a.TQ, a.DV, z, t0, w.g);
 }
 
 template <class T> struct NarrowRow {
@@ -114,7 +114,7 @@ template <class T> INLINE V8T dropout8(const Args &a, const uint32_t *state, int
   return m;
 }
 
-template <class T> static void narrow_unit(Narrow<T> &w, i64 z, const i64 *unit, int32_t *idx, T *s) {
+template <class T, class S> static void narrow_unit(Narrow<T> &w, i64 z, const i64 *unit, int32_t *idx, T *s) {
   const Args &a = w.a;
   auto at = w.at(z);
   const i64 lead = a.BG > 1 ? at.b : 0;
@@ -131,7 +131,7 @@ template <class T> static void narrow_unit(Narrow<T> &w, i64 z, const i64 *unit,
     const int32_t *own = idx;
     for (; t < end; t++) {
       const i64 i = rows[t], row = lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
-      heads_in<T>((const T *)a.q + at.b * a.qb + at.h0 * a.qh + i * a.qt, a.qh, at.n, a.D, tmp);
+      heads_in<T>((const S *)a.q + at.b * a.qb + at.h0 * a.qh + i * a.qt, a.qh, at.n, a.D, tmp);
       for (i64 c = 0; c < a.D; c++) r.x[c] = load8(tmp + c * 8);
       uint32_t state[8];
       if (a.drop)
@@ -186,7 +186,7 @@ template <class T> static void narrow_unit(Narrow<T> &w, i64 z, const i64 *unit,
   }
 }
 
-template <class T> static void narrow_task(void *ctx, i64 task) {
+template <class T, class S> static void narrow_task(void *ctx, i64 task) {
   Narrow<T> &w = *(Narrow<T> *)ctx;
   const Args &a = w.a;
   char *room = (char *)ga_scratch((BLOCK * 2 + 64) * 4 + BLOCK * 8 * sizeof(T));
@@ -194,12 +194,12 @@ template <class T> static void narrow_task(void *ctx, i64 task) {
   const i64 z = task / w.slots, slot = task % w.slots, lead = a.BG > 1 ? z / w.blocks : 0;
   const i64 *ul = plan_i64(a.plan, P_UNIT_LEAD), n = ul[lead + 1] - ul[lead];
   for (i64 u = ul[lead] + slot * n / w.slots; u < ul[lead] + (slot + 1) * n / w.slots; u++)
-    narrow_unit<T>(w, z, plan_i64(a.plan, P_UNIT) + 5 * u, (int32_t *)room, (T *)(room + (BLOCK * 2 + 64) * 4));
+    narrow_unit<T, S>(w, z, plan_i64(a.plan, P_UNIT) + 5 * u, (int32_t *)room, (T *)(room + (BLOCK * 2 + 64) * 4));
 }
 
 // ------------------------------------------------------------------ backward
 
-template <class T> static void narrow_back_unit(Narrow<T> &w, i64 z, const i64 *unit, int32_t *idx, T *dvec) {
+template <class T, class S> static void narrow_back_unit(Narrow<T> &w, i64 z, const i64 *unit, int32_t *idx, T *dvec) {
   const Args &a = w.a;
   auto at = w.at(z);
   const i64 lead = a.BG > 1 ? at.b : 0;
@@ -281,7 +281,7 @@ template <class T> static void narrow_back_unit(Narrow<T> &w, i64 z, const i64 *
       for (i64 y = 0; y < at.n; y++) dvec[y * a.D + c] += sum[c][y];
 }
 
-template <class T> static void narrow_back_task(void *ctx, i64 task) {
+template <class T, class S> static void narrow_back_task(void *ctx, i64 task) {
   Narrow<T> &w = *(Narrow<T> *)ctx;
   const Args &a = w.a;
   int32_t *idx = (int32_t *)ga_scratch((BLOCK * 2 + 64) * 4);
@@ -291,10 +291,10 @@ template <class T> static void narrow_back_task(void *ctx, i64 task) {
   T *dvec = a.dvec ? (T *)a.dvec + (slot * a.B * a.H + at.b * a.H + at.h0) * a.D : nullptr;
   const i64 *ul = plan_i64(a.plan, P_UNIT_LEAD), n = ul[lead + 1] - ul[lead];
   for (i64 u = ul[lead] + slot * n / w.slots; u < ul[lead] + (slot + 1) * n / w.slots; u++)
-    narrow_back_unit<T>(w, z, plan_i64(a.plan, P_UNIT) + 5 * u, idx, dvec);
+    narrow_back_unit<T, S>(w, z, plan_i64(a.plan, P_UNIT) + 5 * u, idx, dvec);
 }
 
-template <class T> static void narrow_source_task(void *ctx, i64 task) {
+template <class T, class S> static void narrow_source_task(void *ctx, i64 task) {
   Narrow<T> &w = *(Narrow<T> *)ctx;
   const Args &a = w.a;
   const i64 *plan = a.plan, *sp = a.splan, *ul = plan_i64(sp, S_UNIT_LEAD);
@@ -342,7 +342,7 @@ template <class T> static void narrow_source_task(void *ctx, i64 task) {
 }
 
 // -1: not this path after all
-template <class T> static int narrow_run(const Args &a, bool back) {
+template <class T, class S> static int narrow_run(const Args &a, bool back) {
   Narrow<T> w{a};
   w.blocks = (a.H + 7) / 8;
   w.failed = 0;
@@ -365,13 +365,13 @@ template <class T> static int narrow_run(const Args &a, bool back) {
     if (!stash) w.stash = nullptr;
   }
   const i64 longest = a.TK > a.TQ ? a.TK : a.TQ;
-  ga_parallel(a.threads, sets * ((longest + PACK - 1) / PACK), pack_task<T>, &w);
+  ga_parallel(a.threads, sets * ((longest + PACK - 1) / PACK), pack_task<T, S>, &w);
   const i64 units = most(plan_i64(a.plan, P_UNIT_LEAD), leads);
   w.slots = a.slots && a.slots < units ? a.slots : units;
-  ga_parallel(a.threads, sets * w.slots, back ? narrow_back_task<T> : narrow_task<T>, &w);
+  ga_parallel(a.threads, sets * w.slots, back ? narrow_back_task<T, S> : narrow_task<T, S>, &w);
   if (back && a.need_kv && stash && !w.failed) {
     w.slots = most(plan_i64(a.splan, S_UNIT_LEAD), leads);
-    ga_parallel(a.threads, sets * w.slots, narrow_source_task<T>, &w);
+    ga_parallel(a.threads, sets * w.slots, narrow_source_task<T, S>, &w);
   }
   ga_free(p);
   return w.failed;

@@ -29,7 +29,7 @@ template <class T> struct Job {
   T *mine; i64 *zones; // chunks x bhk x {first, end, offset in mine}
 };
 
-template <class T> INLINE Head<T> head_of(const Args &a, i64 bh) { return Head<T>(a, bh / a.H, bh % a.H); }
+template <class T, class S> INLINE Head<T, S> head_of(const Args &a, i64 bh) { return Head<T, S>(a, bh / a.H, bh % a.H); }
 
 // groups [g0, g1) of chunk c of n, equal numbers of columns
 INLINE void cut(const i64 *plan, i64 lead, i64 c, i64 n, i64 *g0, i64 *g1) {
@@ -51,7 +51,7 @@ INLINE void cut(const i64 *plan, i64 lead, i64 c, i64 n, i64 *g0, i64 *g1) {
 }
 
 
-template <class T> static void empty_rows(const Args &a, const Head<T> &hd, bool back) {
+template <class T, class S> static void empty_rows(const Args &a, const Head<T, S> &hd, bool back) {
   const i64 *el = plan_i64(a.plan, P_EMPTY_LEAD);
   const int32_t *rows = plan_i32(a.plan, P_EMPTY_ROW);
   for (i64 r = el[hd.lead]; r < el[hd.lead + 1]; r++) {
@@ -67,7 +67,7 @@ template <class T> static void empty_rows(const Args &a, const Head<T> &hd, bool
   }
 }
 
-template <class T> static void forward_task(void *ctx, i64 task) {
+template <class T, class S> static void forward_task(void *ctx, i64 task) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
   i64 lo = 0, hi = job.bh;
@@ -76,7 +76,7 @@ template <class T> static void forward_task(void *ctx, i64 task) {
     if (job.first[mid] <= task) lo = mid;
     else hi = mid;
   }
-  Head<T> hd = head_of<T>(a, lo);
+  Head<T, S> hd = head_of<T, S>(a, lo);
   i64 t = task - job.first[lo];
   if (t == 0) {
     empty_rows(a, hd, false);
@@ -101,10 +101,10 @@ template <class T> static void forward_task(void *ctx, i64 task) {
   forward_unit<T>(a, hd, w, unit, job.pieces ? job.pieces + lo * job.room : nullptr);
 }
 
-template <class T> static void hub_task(void *ctx, i64 bh) {
+template <class T, class S> static void hub_task(void *ctx, i64 bh) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
-  Head<T> hd = head_of<T>(a, bh);
+  Head<T, S> hd = head_of<T, S>(a, bh);
   const i64 *hl = plan_i64(a.plan, P_HUB_LEAD);
   Scratch<T> w(a);
   if (!w.ok) { job.failed = 1; return; }
@@ -112,19 +112,19 @@ template <class T> static void hub_task(void *ctx, i64 bh) {
     merge_hub<T>(a, hd, plan_i64(a.plan, P_HUB) + 3 * u, job.pieces + bh * job.room, w.acc);
 }
 
-template <class T> static void empty_forward_task(void *ctx, i64 bh) {
+template <class T, class S> static void empty_forward_task(void *ctx, i64 bh) {
   Job<T> &job = *(Job<T> *)ctx;
-  empty_rows(job.a, head_of<T>(job.a, bh), false);
+  empty_rows(job.a, head_of<T, S>(job.a, bh), false);
 }
 
-template <class T> static int forward(const Args &a) {
+template <class T, class S> static int forward(const Args &a) {
   const i64 bh = a.B * a.H, leads = a.BG * a.HG;
   if (!bh || !a.TQ) return 0;
   if (narrow(a, false)) {
     Job<T> job{a};
-    if (a.plan[P_EMPTY]) ga_parallel(a.threads, bh, empty_forward_task<T>, &job);
-    int r = eight(a, false) ? eight_run<T>(a, false) : -1;
-    if (r < 0) r = narrow_run<T>(a, false);
+    if (a.plan[P_EMPTY]) ga_parallel(a.threads, bh, empty_forward_task<T, S>, &job);
+    int r = eight(a, false) ? eight_run<T, S>(a, false) : -1;
+    if (r < 0) r = narrow_run<T, S>(a, false);
     if (r >= 0) return r;
   }
   Buffer first((bh + 1) * 8);
@@ -148,16 +148,16 @@ template <class T> static int forward(const Args &a) {
     n += 1 + job.chunks + ul[lead + 1] - ul[lead];
   }
   job.first[bh] = n;
-  ga_parallel(a.threads, n, forward_task<T>, &job);
-  if (pieces && !job.failed) ga_parallel(a.threads, bh, hub_task<T>, &job);
+  ga_parallel(a.threads, n, forward_task<T, S>, &job);
+  if (pieces && !job.failed) ga_parallel(a.threads, bh, hub_task<T, S>, &job);
   return job.failed;
 }
 
 // ------------------------------------------------------------------ backward
 
-template <class T> static void slot_units(Job<T> &job, Scratch<T> &w, i64 bh, i64 slot) {
+template <class T, class S> static void slot_units(Job<T> &job, Scratch<T> &w, i64 bh, i64 slot) {
   const Args &a = job.a;
-  Head<T> hd = head_of<T>(a, bh);
+  Head<T, S> hd = head_of<T, S>(a, bh);
   const i64 *ul = plan_i64(a.plan, P_UNIT_LEAD);
   const i64 u0 = ul[hd.lead], n = ul[hd.lead + 1] - u0, table = a.pos == 2 ? 2 * a.posr + 1 : 1;
   T *dvec = a.dvec ? (T *)a.dvec + (slot * job.bh + bh) * a.D : nullptr;
@@ -168,25 +168,25 @@ template <class T> static void slot_units(Job<T> &job, Scratch<T> &w, i64 bh, i6
                      dvec, dpos);
 }
 
-template <class T> static void target_task(void *ctx, i64 task) {
+template <class T, class S> static void target_task(void *ctx, i64 task) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
   Scratch<T> w(a);
   if (!w.ok) { job.failed = 1; return; }
   if (!a.shared) {
-    slot_units<T>(job, w, job.bh0 + task / job.slots, task % job.slots);
+    slot_units<T, S>(job, w, job.bh0 + task / job.slots, task % job.slots);
     return;
   }
   const i64 lead = task / job.slots, slot = task % job.slots;
   for (i64 bh = 0; bh < job.bh; bh++)
-    if ((a.BG > 1 ? bh / a.H : 0) * a.HG + (a.HG > 1 ? bh % a.H : 0) == lead) slot_units<T>(job, w, bh, slot);
+    if ((a.BG > 1 ? bh / a.H : 0) * a.HG + (a.HG > 1 ? bh % a.H : 0) == lead) slot_units<T, S>(job, w, bh, slot);
 }
 
-template <class T> static void hub_back_task(void *ctx, i64 task) {
+template <class T, class S> static void hub_back_task(void *ctx, i64 task) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
   const i64 bh = job.bh0 + task, step = (a.D > a.DV ? a.D : a.DV) + 2;
-  Head<T> hd = head_of<T>(a, bh);
+  Head<T, S> hd = head_of<T, S>(a, bh);
   const i64 *hl = plan_i64(a.plan, P_HUB_LEAD), first = plan_i64(a.plan, P_PIECE_LEAD)[hd.lead];
   Scratch<T> w(a);
   if (!w.ok) { job.failed = 1; return; }
@@ -199,12 +199,12 @@ template <class T> static void hub_back_task(void *ctx, i64 task) {
   }
 }
 
-template <class T> static void source_task(void *ctx, i64 task) {
+template <class T, class S> static void source_task(void *ctx, i64 task) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
   const i64 group = a.H / a.HK, pair = job.pair0 + task / job.unit_stride, t = task % job.unit_stride;
   const i64 b = pair / a.HK, h = pair % a.HK * group + job.round;
-  Head<T> hd(a, b, h);
+  Head<T, S> hd(a, b, h);
   const i64 *ul = plan_i64(a.splan, S_UNIT_LEAD);
   if (t >= ul[hd.lead + 1] - ul[hd.lead]) return;
   const i64 *unit = plan_i64(a.splan, S_UNIT) + 5 * (ul[hd.lead] + t), shift = a.splan[S_SHIFT];
@@ -222,11 +222,11 @@ template <class T> static void source_task(void *ctx, i64 task) {
   }
 }
 
-template <class T> static void source_hub_task(void *ctx, i64 task) {
+template <class T, class S> static void source_hub_task(void *ctx, i64 task) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
   const i64 group = a.H / a.HK, pair = job.pair0 + task, b = pair / a.HK, h = pair % a.HK * group + job.round;
-  Head<T> hd(a, b, h);
+  Head<T, S> hd(a, b, h);
   const i64 *hl = plan_i64(a.splan, S_HUB_LEAD), shift = a.splan[S_SHIFT], size = (i64)1 << shift;
   for (i64 u = hl[hd.lead]; u < hl[hd.lead + 1]; u++) {
     const i64 *hub = plan_i64(a.splan, S_HUB) + 3 * u;
@@ -243,7 +243,7 @@ template <class T> static void source_hub_task(void *ctx, i64 task) {
 }
 
 // (b, kv head) x chunk: the only writer of its sources' gradients, or of a private copy where an earlier chunk is
-template <class T> static void tile_back_task(void *ctx, i64 task) {
+template <class T, class S> static void tile_back_task(void *ctx, i64 task) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
   const i64 group = a.H / a.HK, pair = task / job.chunks, c = task % job.chunks;
@@ -256,7 +256,7 @@ template <class T> static void tile_back_task(void *ctx, i64 task) {
   if (n > 0)
     for (i64 z = 0; z < n * (a.D + a.DV); z++) mine[z] = 0;
   for (i64 z = 0; z < group; z++) {
-    Head<T> hd(a, pair / a.HK, pair % a.HK * group + z);
+    Head<T, S> hd(a, pair / a.HK, pair % a.HK * group + z);
     i64 g0, g1;
     cut(a.plan, hd.lead, c, job.chunks, &g0, &g1);
     Sink<T> dk{hd.dk, a.dkt, mine, a.D, zone[0], zone[1]}, dv{hd.dv, a.dvt, mine + n * a.D, a.DV, zone[0], zone[1]};
@@ -264,11 +264,11 @@ template <class T> static void tile_back_task(void *ctx, i64 task) {
     for (i64 g = g0; g < g1; g++) backward_group<T>(a, hd, tw, w, g, dk, dv, dpos);
   }
 }
-template <class T> static void tile_merge_task(void *ctx, i64 task) {
+template <class T, class S> static void tile_merge_task(void *ctx, i64 task) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
   const i64 split = 16, pair = task / split, s = task % split, group = a.H / a.HK;
-  Head<T> hd(a, pair / a.HK, pair % a.HK * group);
+  Head<T, S> hd(a, pair / a.HK, pair % a.HK * group);
   for (i64 c = 1; c < job.chunks; c++) {
     const i64 *zone = job.zones + 3 * (pair * job.chunks + c), n = zone[1] - zone[0];
     // by source, so that each is added to by one task, in the order of the chunks
@@ -311,16 +311,16 @@ template <class T> static i64 zones_of(const Args &a, i64 chunks, i64 *zones) {
   return total;
 }
 
-template <class T> static void empty_back_task(void *ctx, i64 bh) {
+template <class T, class S> static void empty_back_task(void *ctx, i64 bh) {
   Job<T> &job = *(Job<T> *)ctx;
-  empty_rows(job.a, head_of<T>(job.a, bh), true);
+  empty_rows(job.a, head_of<T, S>(job.a, bh), true);
 }
 
-template <class T> static void zero_task(void *ctx, i64 task) {
+template <class T, class S> static void zero_task(void *ctx, i64 task) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
   const i64 split = 16, pair = task / split, s = task % split;
-  Head<T> hd(a, pair / a.HK, pair % a.HK * (a.H / a.HK));
+  Head<T, S> hd(a, pair / a.HK, pair % a.HK * (a.H / a.HK));
   for (i64 j = a.TK * s / split; j < a.TK * (s + 1) / split; j++) {
     T *dk = hd.dk + j * a.dkt, *dv = hd.dv + j * a.dvt;
     for (i64 c = 0; c < a.D; c++) dk[c] = 0;
@@ -328,19 +328,19 @@ template <class T> static void zero_task(void *ctx, i64 task) {
   }
 }
 
-template <class T> static int backward(const Args &a) {
+template <class T, class S> static int backward(const Args &a) {
   const i64 bh = a.B * a.H, leads = a.BG * a.HG, pairs = a.B * a.HK;
   if (!bh) return 0;
   Job<T> job{a};
   job.bh = bh;
   job.failed = 0;
-  if (a.plan[P_EMPTY]) ga_parallel(a.threads, bh, empty_back_task<T>, &job);
+  if (a.plan[P_EMPTY]) ga_parallel(a.threads, bh, empty_back_task<T, S>, &job);
   if (narrow(a, true)) {
-    int r = eight(a, true) ? eight_run<T>(a, true) : -1;
-    if (r < 0) r = narrow_run<T>(a, true);
+    int r = eight(a, true) ? eight_run<T, S>(a, true) : -1;
+    if (r < 0) r = narrow_run<T, S>(a, true);
     if (r >= 0) return r;
   }
-  if (a.need_kv) ga_parallel(a.threads, pairs * 16, zero_task<T>, &job);
+  if (a.need_kv) ga_parallel(a.threads, pairs * 16, zero_task<T, S>, &job);
   const i64 groups = most(plan_i64(a.plan, P_GROUP_LEAD), leads);
   if (groups) {
     i64 chunks = 1;
@@ -357,8 +357,8 @@ template <class T> static int backward(const Args &a) {
     job.chunks = chunks;
     job.zones = (i64 *)zones.p;
     job.mine = (T *)mine.p;
-    ga_parallel(a.threads, pairs * chunks, tile_back_task<T>, &job);
-    if (total && !job.failed) ga_parallel(a.threads, pairs * 16, tile_merge_task<T>, &job);
+    ga_parallel(a.threads, pairs * chunks, tile_back_task<T, S>, &job);
+    if (total && !job.failed) ga_parallel(a.threads, pairs * 16, tile_merge_task<T, S>, &job);
     if (job.failed) return 1;
   }
   if (!a.plan[P_UNITS]) return 0;
@@ -393,9 +393,9 @@ template <class T> static int backward(const Args &a) {
     job.bh0 = at;
     job.bh1 = at + batch < bh ? at + batch : bh;
     const i64 n = job.bh1 - job.bh0;
-    ga_parallel(a.threads, (a.shared ? leads : n) * job.slots, target_task<T>, &job);
+    ga_parallel(a.threads, (a.shared ? leads : n) * job.slots, target_task<T, S>, &job);
     if (job.failed) return 1;
-    if (pieces) ga_parallel(a.threads, n, hub_back_task<T>, &job);
+    if (pieces) ga_parallel(a.threads, n, hub_back_task<T, S>, &job);
     if (!a.need_kv) continue;
     i64 step = n / group;
     if (parts_bytes && parts_bytes * step > ((i64)1 << 28)) {
@@ -410,8 +410,8 @@ template <class T> static int backward(const Args &a) {
       for (i64 pair = at / group; pair < job.bh1 / group; pair += step) {
         job.pair0 = pair;
         i64 m = pair + step < job.bh1 / group ? step : job.bh1 / group - pair;
-        ga_parallel(a.threads, m * source_units, source_task<T>, &job);
-        if (source_pieces) ga_parallel(a.threads, m, source_hub_task<T>, &job);
+        ga_parallel(a.threads, m * source_units, source_task<T, S>, &job);
+        if (source_pieces) ga_parallel(a.threads, m, source_hub_task<T, S>, &job);
         if (job.failed) return 1;
       }
   }
@@ -423,8 +423,10 @@ template <class T> static int backward(const Args &a) {
 #define NAME2(ns) ga_run_##ns
 #define NAME(ns) NAME2(ns)
 extern "C" __attribute__((visibility("hidden"))) int NAME(GA_NS)(int op, const Args *a) {
-  if (a->wide) return op ? GA_NS::backward<double>(*a) : GA_NS::forward<double>(*a);
-  return op ? GA_NS::backward<float>(*a) : GA_NS::forward<float>(*a);
+  using namespace GA_NS;
+  if (a->wide == 1) return op ? backward<double, double>(*a) : forward<double, double>(*a);
+  if (a->wide == 2) return op ? backward<float, BF16>(*a) : forward<float, BF16>(*a);
+  return op ? backward<float, float>(*a) : forward<float, float>(*a);
 }
 
 #define TERMS2(ns) ga_terms_##ns

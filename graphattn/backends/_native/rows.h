@@ -17,9 +17,10 @@ static i64 most(const i64 *lead_ptr, i64 leads) {
 }
 
 // the (b, h) an index stands for, and the base of everything that belongs to it
-template <class T> struct Head {
+template <class T, class S> struct Head {
   i64 b, h, lead;
-  const T *q, *k, *v, *go, *vec, *bias, *post, *glse;
+  const S *q, *k, *v, *go;  // as they are stored
+  const T *vec, *bias, *post, *glse;
   T *out, *lse, *dq, *dk, *dv, *dbias, *delta;
   const T *ek, *ev;
   T *dek, *dev;
@@ -27,12 +28,12 @@ template <class T> struct Head {
   INLINE Head(const Args &a, i64 b_, i64 h_) : b(b_), h(h_) {
     i64 hk = h / (a.H / a.HK);
     lead = (a.BG > 1 ? b : 0) * a.HG + (a.HG > 1 ? h : 0);
-    q = (const T *)a.q + b * a.qb + h * a.qh;
-    k = (const T *)a.k + b * a.kb + hk * a.kh;
-    v = (const T *)a.v + b * a.vb + hk * a.vh;
+    q = (const S *)a.q + b * a.qb + h * a.qh;
+    k = (const S *)a.k + b * a.kb + hk * a.kh;
+    v = (const S *)a.v + b * a.vb + hk * a.vh;
     out = (T *)a.out + b * a.ob + h * a.oh;
     lse = (T *)a.lse + (b * a.H + h) * a.TQ;
-    go = a.go ? (const T *)a.go + b * a.gb + h * a.gh : nullptr;
+    go = a.go ? (const S *)a.go + b * a.gb + h * a.gh : nullptr;
     glse = a.glse ? (const T *)a.glse + (b * a.H + h) * a.TQ : nullptr;
     delta = a.delta ? (T *)a.delta + (b * a.H + h) * a.TQ : nullptr;
     dq = (T *)a.dq + b * a.dqb + h * a.dqh;
@@ -51,21 +52,21 @@ template <class T> struct Head {
 };
 
 // y[e] = <x, row idx[e]>; x is padded with zeros to whole vectors
-template <class T>
-static void dots(const T *x, const T *rows, i64 step, const int32_t *idx, i64 n, i64 width, T *y, const T *soon,
+template <class T, class S>
+static void dots(const T *x, const S *rows, i64 step, const int32_t *idx, i64 n, i64 width, T *y, const S *soon,
                  i64 soon_step, i64 soon_width) {
   constexpr int W = Simd<T>::W;
   const i64 full = width / W * W;
   const int tail = (int)(width - full);
-  const i64 line = 64 / sizeof(T);
+  const i64 line = 64 / sizeof(S);
   for (i64 e = 0; e < n; e += 4) {
-    const T *r0 = rows + idx[e] * step;
-    const T *r1 = e + 1 < n ? rows + idx[e + 1] * step : r0;
-    const T *r2 = e + 2 < n ? rows + idx[e + 2] * step : r0;
-    const T *r3 = e + 3 < n ? rows + idx[e + 3] * step : r0;
+    const S *r0 = rows + idx[e] * step;
+    const S *r1 = e + 1 < n ? rows + idx[e + 1] * step : r0;
+    const S *r2 = e + 2 < n ? rows + idx[e + 2] * step : r0;
+    const S *r3 = e + 3 < n ? rows + idx[e + 3] * step : r0;
     if (soon)
       for (int z = 0; z < 4; z++) {
-        const T *pk = rows + idx[e + z + AHEAD] * step, *pv = soon + idx[e + z + AHEAD] * soon_step;
+        const S *pk = rows + idx[e + z + AHEAD] * step, *pv = soon + idx[e + z + AHEAD] * soon_step;
         for (i64 c = 0; c < width; c += line) prefetch(pk + c);
         for (i64 c = 0; c < soon_width; c += line) prefetch(pv + c);
       }
@@ -90,21 +91,21 @@ static void dots(const T *x, const T *rows, i64 step, const int32_t *idx, i64 n,
 }
 
 // acc += sum over e of w[e] * row idx[e]
-template <class T, int M, bool TAIL>
-INLINE void weighted_part(const T *w, const T *rows, i64 step, const int32_t *idx, i64 n, int tail, T *acc) {
+template <class T, int M, bool TAIL, class S>
+INLINE void weighted_part(const T *w, const S *rows, i64 step, const int32_t *idx, i64 n, int tail, T *acc) {
   constexpr int W = Simd<T>::W;
   TV a[M];
   for (int m = 0; m < M; m++) a[m] = load(acc + m * W);
   for (i64 e = 0; e < n; e++) {
-    const T *r = rows + (idx ? idx[e] : e) * step;
+    const S *r = rows + (idx ? idx[e] : e) * step;
     TV x = splat<T>(w[e]);
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) a[m] += x * (TAIL && m == M - 1 ? load_n(r + m * W, tail) : load(r + m * W));
   }
   for (int m = 0; m < M; m++) store(acc + m * W, a[m]);
 }
-template <class T>
-static void weighted(const T *w, const T *rows, i64 step, const int32_t *idx, i64 n, i64 width, T *acc) {
+template <class T, class S>
+static void weighted(const T *w, const S *rows, i64 step, const int32_t *idx, i64 n, i64 width, T *acc) {
   constexpr int W = Simd<T>::W;
   const int tail = (int)(width % W);
   i64 c = 0;
@@ -120,7 +121,7 @@ static void weighted(const T *w, const T *rows, i64 step, const int32_t *idx, i6
 }
 
 // y += w * x over `width` elements of memory that may end there
-template <class T> INLINE void axpy(T w, const T *x, i64 width, T *y) {
+template <class T, class S> INLINE void axpy(T w, const S *x, i64 width, T *y) {
   constexpr int W = Simd<T>::W;
   TV s = splat<T>(w);
   i64 c = 0;
@@ -154,8 +155,8 @@ INLINE uint32_t hash_edge(uint32_t row_state, uint32_t j) {
 }
 
 // m[e] = keep or 0
-template <class T>
-static void dropout(const Args &a, const Head<T> &hd, i64 i, const int32_t *idx, i64 n, T *m) {
+template <class T, class S>
+static void dropout(const Args &a, const Head<T, S> &hd, i64 i, const int32_t *idx, i64 n, T *m) {
   const uint32_t state = mix(hash_head(a.seed, hd.b, hd.h), (uint32_t)i), limit = (uint32_t)a.threshold;
   const T keep = (T)a.keep;
   for (i64 e = 0; e < n; e++) m[e] = hash_edge(state, (uint32_t)idx[e]) < limit ? (T)0 : keep;
@@ -163,12 +164,12 @@ static void dropout(const Args &a, const Head<T> &hd, i64 i, const int32_t *idx,
 
 // Scores of n edges of target i, the first of them edge e0.  x is the target's query padded with zeros: for Dot times
 // the scale.  th (may be null) receives tanh of the softcap.
-template <class T>
-static void scores(const Args &a, const Head<T> &hd, const T *x, i64 i, const int32_t *idx, i64 n, i64 e0, T *s, T *th,
+template <class T, class S>
+static void scores(const Args &a, const Head<T, S> &hd, const T *x, i64 i, const int32_t *idx, i64 n, i64 e0, T *s, T *th,
                    bool ahead) {
   constexpr int W = Simd<T>::W;
   if (a.score == 0) {
-    dots<T>(x, hd.k, a.kt, idx, n, a.D, s, ahead ? hd.v : nullptr, a.vt, a.DV);
+    dots<T>(x, hd.k, a.kt, idx, n, a.D, s, ahead ? hd.v : (const S *)nullptr, a.vt, a.DV);
     if (hd.ek)
       for (i64 e = 0; e < n; e++) {
         const T *r = hd.ek + (e0 + e) * a.ek_e;
@@ -179,19 +180,20 @@ static void scores(const Args &a, const Head<T> &hd, const T *x, i64 i, const in
   } else if (a.score == 1) {
     const T slope = (T)a.slope, scale = hd.scale, q = x[0];
     if (ahead) {
-      const i64 line = 64 / sizeof(T);
+      const i64 line = 64 / sizeof(S);
       for (i64 e = 0; e < n; e++)
         for (i64 c = 0; c < a.DV; c += line) prefetch(hd.v + idx[e + AHEAD] * a.vt + c);
     }
     for (i64 e = 0; e < n; e++) {
-      T u = q + hd.k[idx[e] * a.kt];
+      T u = q + wide(hd.k[idx[e] * a.kt]);
       if (hd.ek) u += hd.ek[(e0 + e) * a.ek_e];
       s[e] = scale * (u > 0 ? u : u * slope);
     }
   } else {
     const T slope = (T)a.slope;
     for (i64 e = 0; e < n; e++) {
-      const T *r = hd.k + idx[e] * a.kt, *w = hd.ek ? hd.ek + (e0 + e) * a.ek_e : nullptr;
+      const S *r = hd.k + idx[e] * a.kt;
+      const T *w = hd.ek ? hd.ek + (e0 + e) * a.ek_e : nullptr;
       TV sum{};
       i64 c = 0;
       for (; c + W <= a.D; c += W) {
@@ -275,9 +277,9 @@ template <class T> INLINE void clear(T *y, i64 n) {  // whole vectors
   for (i64 c = 0; c < n; c += Simd<T>::W) store(y + c, TV{});
 }
 // the rows of a target some targets on: they are read once each, in order or nearly so
-template <class T> INLINE void prefetch_target(const Args &a, const Head<T> &hd, i64 i, bool back) {
+template <class T, class S> INLINE void prefetch_target(const Args &a, const Head<T, S> &hd, i64 i, bool back) {
   if (i >= a.TQ) return;
-  const i64 line = 64 / sizeof(T);
+  const i64 line = 64 / sizeof(S);
   for (i64 c = 0; c < a.D; c += line) prefetch(hd.q + i * a.qt + c);
   if (!back) return;
   for (i64 c = 0; c < a.DV; c += line) prefetch(hd.go + i * a.gt + c), prefetch(hd.out + i * a.ot + c);
@@ -344,7 +346,7 @@ template <class T> struct Scratch {
     acc = g + w;
     grad = acc + w;
   }
-  template <class U> INLINE void pad(U *y, const U *x0, i64 n, U scale) {
+  template <class U, class S> INLINE void pad(U *y, const S *x0, i64 n, U scale) {
     constexpr int W = Simd<U>::W;
     const typename Simd<U>::V s = splat<U>(scale);
     i64 c = 0;
@@ -357,8 +359,8 @@ template <class T> struct Scratch {
 // ------------------------------------------------------------------ forward
 
 // Part of a row: edges [pos0, pos1).  Leaves the unnormalised sum in acc, returns maximum and sum.
-template <class T>
-static void forward_part(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 row, i64 i, i64 pos0, i64 pos1,
+template <class T, class S>
+static void forward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 row, i64 i, i64 pos0, i64 pos1,
                          const int32_t *ready, T *m_out, T *l_out) {
   w.pad(w.x, hd.q + i * a.qt, a.D, a.score == 0 ? hd.scale : (T)1);
   const i64 wide = pad16(a.DV);
@@ -397,14 +399,14 @@ static void forward_part(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 ro
   *l_out = l;
 }
 
-template <class T> INLINE void finish_row(const Args &a, const Head<T> &hd, i64 i, const T *acc, T m, T l) {
+template <class T, class S> INLINE void finish_row(const Args &a, const Head<T, S> &hd, i64 i, const T *acc, T m, T l) {
   T *o = hd.out + i * a.ot, inv = 1 / l;
   if (l == 0) inv = __builtin_nan("");  // every score -inf: the softmax is 0 / 0, as in torch
   copy_scaled<T>(acc, a.DV, inv, o);
   hd.lse[i] = l == 0 ? -__builtin_inf() : finite_or_zero(m) + slog(l);
 }
 
-template <class T> static void forward_row(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 i) {
+template <class T, class S> static void forward_row(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 i) {
   const i64 row = hd.lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
   T m, l;
   forward_part<T>(a, hd, w, row, i, 0, n, nullptr, &m, &l);
@@ -426,8 +428,8 @@ INLINE i64 fill_rows(const Args &a, i64 lead, const int32_t *rows, i64 r, i64 r1
   return r;
 }
 
-template <class T>
-static void forward_unit(const Args &a, const Head<T> &hd, Scratch<T> &w, const i64 *unit, T *pieces) {
+template <class T, class S>
+static void forward_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, const i64 *unit, T *pieces) {
   const i64 *plan = a.plan;
   const int32_t *rows = plan_i32(plan, P_ROW);
   if (unit[4] >= 0) {  // a piece of a hub
@@ -456,7 +458,7 @@ static void forward_unit(const Args &a, const Head<T> &hd, Scratch<T> &w, const 
   }
 }
 
-template <class T> static void merge_hub(const Args &a, const Head<T> &hd, const i64 *hub, const T *pieces, T *acc) {
+template <class T, class S> static void merge_hub(const Args &a, const Head<T, S> &hd, const i64 *hub, const T *pieces, T *acc) {
   const i64 i = plan_i32(a.plan, P_ROW)[hub[0]], first = plan_i64(a.plan, P_PIECE_LEAD)[hd.lead];
   T m = -__builtin_inf(), l = 0;
   for (i64 p = hub[1]; p < hub[2]; p++) {
@@ -475,8 +477,9 @@ template <class T> static void merge_hub(const Args &a, const Head<T> &hd, const
 
 // ------------------------------------------------------------------ backward
 
-template <class T> INLINE T delta_of(const Args &a, const Head<T> &hd, i64 i) {
-  const T *g = hd.go + i * a.gt, *o = hd.out + i * a.ot;
+template <class T, class S> INLINE T delta_of(const Args &a, const Head<T, S> &hd, i64 i) {
+  const S *g = hd.go + i * a.gt;
+  const T *o = hd.out + i * a.ot;
   constexpr int W = Simd<T>::W;
   TV x{};
   i64 c = 0;
@@ -488,12 +491,12 @@ template <class T> INLINE T delta_of(const Args &a, const Head<T> &hd, i64 i) {
 
 // For n edges of target i: p with dropout into w.p, the gradient of the raw score (before softcap) into w.ds, that of the
 // biased score into w.s.  w.x is the query (for Dot times scale), w.g the output's gradient, both padded.
-template <class T>
-static void edge_grads(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 i, T delta, const int32_t *idx, i64 n, i64 e0,
+template <class T, class S>
+static void edge_grads(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 i, T delta, const int32_t *idx, i64 n, i64 e0,
                        bool ahead) {
   constexpr int W = Simd<T>::W;
   scores<T>(a, hd, w.x, i, idx, n, e0, w.s, w.th, ahead);
-  dots<T>(w.g, hd.v, a.vt, idx, n, a.DV, w.ds, nullptr, 0, 0);
+  dots<T>(w.g, hd.v, a.vt, idx, n, a.DV, w.ds, (const S *)nullptr, 0, 0);
   if (hd.ev)
     for (i64 e = 0; e < n; e++) {
       const T *r = hd.ev + (e0 + e) * a.ev_e;
@@ -519,12 +522,13 @@ static void edge_grads(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 i, T
 }
 
 // gradient of the sum q + k + ek of one edge into w.grad (Additive, GATv2), given that of the raw score
-template <class T>
-static void sum_grad(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 j, i64 e, T ds, T *dvec) {
-  const T *r = hd.k + j * a.kt, *ek = hd.ek ? hd.ek + e * a.ek_e : nullptr;
+template <class T, class S>
+static void sum_grad(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 j, i64 e, T ds, T *dvec) {
+  const S *r = hd.k + j * a.kt;
+  const T *ek = hd.ek ? hd.ek + e * a.ek_e : nullptr;
   const T slope = (T)a.slope, g = ds * hd.scale;
   for (i64 c = 0; c < a.D; c++) {
-    T u = w.x[c] + r[c];
+    T u = w.x[c] + wide(r[c]);
     if (ek) u += ek[c];
     if (a.score == 1) {
       w.grad[c] = u > 0 ? g : g * slope;
@@ -536,8 +540,8 @@ static void sum_grad(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 j, i64
 }
 
 // Pass over targets: edges [pos0, pos1) of one row.  Leaves dq in w.acc (for Dot still to be scaled).
-template <class T>
-static void backward_part(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 row, i64 i, i64 pos0, i64 pos1,
+template <class T, class S>
+static void backward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 row, i64 i, i64 pos0, i64 pos1,
                           const int32_t *ready, T delta, T *stash, T *dvec, T *dpos) {
   w.pad(w.x, hd.q + i * a.qt, a.D, a.score == 0 ? hd.scale : (T)1);
   w.pad(w.g, hd.go + i * a.gt, a.DV, (T)1);
@@ -595,13 +599,13 @@ static void backward_part(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 r
   }
 }
 
-template <class T> INLINE void finish_dq(const Args &a, const Head<T> &hd, i64 i, const T *acc) {
+template <class T, class S> INLINE void finish_dq(const Args &a, const Head<T, S> &hd, i64 i, const T *acc) {
   copy_scaled<T>(acc, a.D, a.score == 0 ? hd.scale : (T)1, hd.dq + i * a.dqt);
 }
 
 // stash: two numbers for every edge of the lead's row list, or null
-template <class T>
-static void backward_unit(const Args &a, const Head<T> &hd, Scratch<T> &w, const i64 *unit, T *pieces, T *stash, T *dvec,
+template <class T, class S>
+static void backward_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, const i64 *unit, T *pieces, T *stash, T *dvec,
                           T *dpos) {
   const i64 *plan = a.plan;
   const int32_t *rows = plan_i32(plan, P_ROW);
@@ -635,15 +639,15 @@ static void backward_unit(const Args &a, const Head<T> &hd, Scratch<T> &w, const
 }
 
 // Pass over sources: entries [n0, n1) of blocks of sources, adding to dk and dv rows.
-template <class T>
-static void source_unit(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 n0, i64 n1, const T *stash, T *dk, i64 dk_t,
+template <class T, class S>
+static void source_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 n0, i64 n1, const T *stash, T *dk, i64 dk_t,
                         T *dv, i64 dv_t, i64 j_base) {
   const i64 *plan = a.plan, *sp = a.splan;
   const int32_t *rows = plan_i32(plan, P_ROW), *er = plan_i32(sp, S_ENTRY_ROW), *ej = plan_i32(sp, S_ENTRY_J),
                 *en = plan_i32(sp, S_ENTRY_N);
   const i64 *ee = plan_i64(sp, S_ENTRY_E);
   const i64 *row_edge = plan_i64(plan, P_ROW_EDGE), e_lead = row_edge[plan_i64(plan, P_ROW_LEAD)[hd.lead]];
-  const i64 line = 64 / sizeof(T);
+  const i64 line = 64 / sizeof(S);
   const bool direct = stash && a.score == 0;
   if (direct && sp[S_SINGLE]) {
     constexpr i64 FAR = 24;
@@ -682,7 +686,7 @@ static void source_unit(const Args &a, const Head<T> &hd, Scratch<T> &w, i64 n0,
       for (i64 c = 0; c < a.DV; c += line) prefetch(hd.go + i2 * a.gt + c);
       if (stash) prefetch(stash + 2 * (ee[t + 8] - e_lead));
     }
-    const T *g = hd.go + i * a.gt, *x = hd.q + i * a.qt;
+    const S *g = hd.go + i * a.gt, *x = hd.q + i * a.qt;
     if (direct) {
       const T *pd = stash + 2 * (e_own - e_lead);
       for (i64 z = 0; z < n; z++) {

@@ -47,6 +47,30 @@ typedef Simd<float>::V VF;
 typedef Simd<double>::V VD;
 #define TV typename Simd<T>::V
 
+// bfloat16, as it is stored: the upper half of a float.  Arithmetic is in float.
+struct BF16 { uint16_t bits; };
+INLINE float wide(BF16 x) {
+  const uint32_t bits = (uint32_t)x.bits << 16;
+  float y;
+  __builtin_memcpy(&y, &bits, 4);
+  return y;
+}
+INLINE float wide(float x) { return x; }
+INLINE double wide(double x) { return x; }
+template <int N> struct Halves16 {
+  typedef uint16_t U __attribute__((vector_size(2 * N), aligned(2), may_alias));
+  typedef uint32_t W __attribute__((vector_size(4 * N)));
+};
+
+INLINE VF load(const BF16 *p) {
+  typedef Halves16<Simd<float>::W> H;
+  return (VF)(__builtin_convertvector(*(const H::U *)p, H::W) << 16);
+}
+INLINE VF load_n(const BF16 *p, int n) {
+  BF16 own[Simd<float>::W] = {};
+  for (int i = 0; i < n; i++) own[i] = p[i];
+  return load(own);
+}
 template <class T> INLINE TV load(const T *p) { return *(const typename Simd<T>::U *)p; }
 template <class T> INLINE void store(T *p, TV x) { *(typename Simd<T>::U *)p = x; }
 template <class T> INLINE TV splat(T x) { return x - TV{}; }
@@ -269,6 +293,10 @@ template <> struct Eight<double> {
 };
 #define V8T typename Eight<T>::V
 template <class T> INLINE V8T load8(const T *p) { return *(const typename Eight<T>::U *)p; }
+INLINE Eight<float>::V load8(const BF16 *p) {
+  typedef Halves16<8> H;
+  return (Eight<float>::V)(__builtin_convertvector(*(const H::U *)p, H::W) << 16);
+}
 template <class T> INLINE void store8(T *p, V8T x) { *(typename Eight<T>::U *)p = x; }
 // the transpose of eight rows of eight
 template <class T> INLINE void turn8(V8T (&r)[8]) {

@@ -146,8 +146,8 @@ template <class T> struct TileScratch {
 };
 
 // y[c][lane] = x[row of lane][c] * scale, 0 where there is no row
-template <class T>
-static void pack_lanes(const T *x, i64 step, const int32_t *rows, i64 width, T scale, T *y) {
+template <class T, class S>
+static void pack_lanes(const S *x, i64 step, const int32_t *rows, i64 width, T scale, T *y) {
   for (int z = 0; z < G; z += 8) {
     i64 c = 0;
     for (; c + 8 <= width; c += 8) {
@@ -157,7 +157,7 @@ static void pack_lanes(const T *x, i64 step, const int32_t *rows, i64 width, T s
       for (int k = 0; k < 8; k++) store8(y + (c + k) * G + z, r[k]);
     }
     for (; c < width; c++)
-      for (int k = 0; k < 8; k++) y[c * G + z + k] = rows[z + k] < 0 ? (T)0 : x[rows[z + k] * step + c] * scale;
+      for (int k = 0; k < 8; k++) y[c * G + z + k] = rows[z + k] < 0 ? (T)0 : wide(x[rows[z + k] * step + c]) * scale;
   }
 }
 // x[row of lane][c] = y[c][lane] * scale[lane]
@@ -178,14 +178,14 @@ static void unpack_lanes(const T *y, const T *scale, const int32_t *rows, i64 wi
         if (rows[z + k] >= 0) x[rows[z + k] * step + c] = y[c * G + z + k] * s[k];
   }
 }
-template <class T>
-static void pack_rows(const T *x, i64 step, const int32_t *rows, i64 width, i64 padded, T scale, T *y) {
+template <class T, class S>
+static void pack_rows(const S *x, i64 step, const int32_t *rows, i64 width, i64 padded, T scale, T *y) {
   for (int z = 0; z < G; z++) {
     T *o = y + z * padded;
     i64 c = 0;
     if (rows[z] >= 0) {
-      const T *r = x + rows[z] * step;
-      for (; c < width; c++) o[c] = r[c] * scale;
+      const S *r = x + rows[z] * step;
+      for (; c < width; c++) o[c] = wide(r[c]) * scale;
     }
     for (; c < padded; c++) o[c] = 0;
   }
@@ -269,13 +269,27 @@ template <class T> INLINE TV pick(uint32_t mask, typename Simd<T>::I bits, TV x,
   return mv != 0 ? x : y;
 }
 
-template <class T> static void gather_rows(const T *x, i64 step, const int32_t *idx, i64 n, i64 width, i64 padded, T *y) {
-  for (i64 z = 0; z < n; z++) __builtin_memcpy(y + z * padded, x + idx[z] * step, width * sizeof(T));
+template <class T, class S>
+static void gather_rows(const S *x, i64 step, const int32_t *idx, i64 n, i64 width, i64 padded, T *y) {
+  constexpr int W = Simd<T>::W;
+  for (i64 z = 0; z < n; z++) {
+    const S *r = x + idx[z] * step;
+    i64 c = 0;
+    for (; c + W <= width; c += W) store(y + z * padded + c, load(r + c));
+    for (; c < width; c++) y[z * padded + c] = wide(r[c]);
+  }
 }
+// columns first .. of rows as they lie, where they need no conversion
+template <class T> INLINE bool in_place(i64 first, const T *x, i64 step, const T **p, i64 *s) {
+  if (first < 0) return false;
+  *p = x + first * step, *s = step;
+  return true;
+}
+template <class T> INLINE bool in_place(i64, const BF16 *, i64, const T **, i64 *) { return false; }
 
 INLINE bool carries(const Args &a) { return a.softcap > 0 || a.bias || a.pos || a.drop; }
 
-template <class T> static void begin_extras(const Args &a, const Head<T> &hd, const int32_t *rows, TileScratch<T> &w) {
+template <class T, class S> static void begin_extras(const Args &a, const Head<T, S> &hd, const int32_t *rows, TileScratch<T> &w) {
   w.there = 0;
   const uint32_t state = hash_head(a.seed, hd.b, hd.h);
   for (int z = 0; z < G; z++) {
@@ -287,7 +301,7 @@ template <class T> static void begin_extras(const Args &a, const Head<T> &hd, co
   }
 }
 // from the scaled products to the scores, and which edges dropout keeps
-template <class T> static void extras(const Args &a, const Head<T> &hd, TileScratch<T> &w, i64 n) {
+template <class T, class S> static void extras(const Args &a, const Head<T, S> &hd, TileScratch<T> &w, i64 n) {
   constexpr int W = Simd<T>::W;
   if (a.softcap > 0) {
     const T cap = (T)a.softcap, inv = (T)(1 / a.softcap);
@@ -333,7 +347,7 @@ template <class T> static void extras(const Args &a, const Head<T> &hd, TileScra
   }
 }
 // gradients of what the edges carry, from that of the biased score in w.ds; then through the softcap
-template <class T> static void extras_back(const Args &a, const Head<T> &hd, TileScratch<T> &w, i64 n, T *dpos) {
+template <class T, class S> static void extras_back(const Args &a, const Head<T, S> &hd, TileScratch<T> &w, i64 n, T *dpos) {
   constexpr int W = Simd<T>::W;
   if (hd.dbias)
     for (i64 c = 0; c < n; c++)
@@ -370,8 +384,8 @@ template <class T> static void extras_back(const Args &a, const Head<T> &hd, Til
     }
 }
 
-template <class T>
-static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, Scratch<T> &rw, i64 group) {
+template <class T, class S>
+static void forward_group(const Args &a, const Head<T, S> &hd, TileScratch<T> &w, Scratch<T> &rw, i64 group) {
   constexpr int W = Simd<T>::W;
   const int32_t *rows = plan_i32(a.plan, P_GROUP_ROW) + group * G;
   pack_lanes<T>(hd.q, a.qt, rows, a.D, hd.scale, w.qt);
@@ -386,9 +400,7 @@ static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, S
     if (!n) break;
     const T *kp, *vp;
     i64 ks, vs;
-    if (first >= 0) {
-      kp = hd.k + first * a.kt, ks = a.kt, vp = hd.v + first * a.vt, vs = a.vt;
-    } else {
+    if (!in_place<T>(first, hd.k, a.kt, &kp, &ks) || !in_place<T>(first, hd.v, a.vt, &vp, &vs)) {
       gather_rows<T>(hd.k, a.kt, w.idx, n, a.D, w.dp, w.kc);
       gather_rows<T>(hd.v, a.vt, w.idx, n, a.DV, w.dvp, w.vc);
       kp = w.kc, ks = w.dp, vp = w.vc, vs = w.dvp;
@@ -453,8 +465,8 @@ static void forward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, S
 }
 
 // The backward of a group, lane by lane and edge by edge: for values that are not finite.
-template <class T>
-static void backward_group_rows(const Args &a, const Head<T> &hd, Scratch<T> &w, const int32_t *rows, const Sink<T> *dk,
+template <class T, class S>
+static void backward_group_rows(const Args &a, const Head<T, S> &hd, Scratch<T> &w, const int32_t *rows, const Sink<T> *dk,
                                 const Sink<T> *dv, T *dpos) {
   for (int z = 0; z < G; z++) {
     if (rows[z] < 0) continue;
@@ -477,8 +489,8 @@ static void backward_group_rows(const Args &a, const Head<T> &hd, Scratch<T> &w,
   }
 }
 
-template <class T>
-static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, Scratch<T> &rw, i64 group,
+template <class T, class S>
+static void backward_group(const Args &a, const Head<T, S> &hd, TileScratch<T> &w, Scratch<T> &rw, i64 group,
                            const Sink<T> &dk, const Sink<T> &dv, T *dpos) {
   constexpr int W = Simd<T>::W;
   constexpr i64 CB = TileScratch<T>::CB / 2;
@@ -509,9 +521,7 @@ static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, 
     if (!n) break;
     const T *kp, *vp;
     i64 ks, vs;
-    if (first >= 0) {
-      kp = hd.k + first * a.kt, ks = a.kt, vp = hd.v + first * a.vt, vs = a.vt;
-    } else {
+    if (!in_place<T>(first, hd.k, a.kt, &kp, &ks) || !in_place<T>(first, hd.v, a.vt, &vp, &vs)) {
       gather_rows<T>(hd.k, a.kt, w.idx, n, a.D, w.dp, w.kc);
       gather_rows<T>(hd.v, a.vt, w.idx, n, a.DV, w.dvp, w.vc);
       kp = w.kc, ks = w.dp, vp = w.vc, vs = w.dvp;
@@ -559,7 +569,7 @@ static void backward_group(const Args &a, const Head<T> &hd, TileScratch<T> &w, 
   }
   for (i64 c = 0; c < a.D * G; c += W) odd += load(w.ot + c) * (T)0;
   if (hsum<T>(odd) != 0) {
-    Head<T> again = hd;  // only dq: the rest is already added
+    Head<T, S> again = hd;  // only dq: the rest is already added
     again.dbias = nullptr;
     backward_group_rows<T>(a, again, rw, rows, nullptr, nullptr, nullptr);
     return;
