@@ -1,8 +1,8 @@
 """Fused exact attention in C++: the fastest route on a CPU for most graphs, forward and backward, and the leanest.
 
 Nothing of size edges x width is ever made.  Long runs go through register-blocked tiles of 32 targets, short ones
-target by target with prefetch, narrow heads eight at a time.  Vectors per edge (`edge_key`, `edge_value`) and GATv2 on
-wide heads are where it is least ahead; where there was no compiler it is absent.
+target by target with prefetch, narrow heads eight at a time; bfloat16 is read as it is stored.  Vectors per edge
+(`edge_key`, `edge_value`) are where it is least ahead; where there was no compiler it is absent.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def cost(call: Call) -> float:
     if narrow and all(x is None for x in (*extras, call.position, call.softcap)):
         seconds += edges * (c.narrow + c.narrow_width * width) * speed
     else:
-        per_edge = c.edge * (1 + 0.5 * options) + c.edge_width * width * (4 if score == 2 else 1)
-        per_edge += width * c.edge_width * 8 * ((extras[1] is not None) + (extras[2] is not None))
+        per_edge = c.edge * (1 + 0.5 * options) + c.edge_width * width * (2 if score == 2 else 1)
+        per_edge += width * c.edge_width * 5 * ((extras[1] is not None) + (extras[2] is not None))
         seconds += edges * (per_edge * speed + c.far_width * width * far)
     if call.needs_grad:
         seconds *= 1 + c.backward

@@ -120,6 +120,15 @@ static void weighted(const T *w, const S *rows, i64 step, const int32_t *idx, i6
 #undef PART
 }
 
+template <class T> INLINE T dot(const T *x, const T *y, i64 width) {
+  constexpr int W = Simd<T>::W;
+  TV sum{};
+  i64 c = 0;
+  for (; c + W <= width; c += W) sum += load(x + c) * load(y + c);
+  if (c < width) sum += load_n(x + c, (int)(width - c)) * load_n(y + c, (int)(width - c));
+  return hsum<T>(sum);
+}
+
 // y += w * x over `width` elements of memory that may end there
 template <class T, class S> INLINE void axpy(T w, const S *x, i64 width, T *y) {
   constexpr int W = Simd<T>::W;
@@ -171,12 +180,7 @@ static void scores(const Args &a, const Head<T, S> &hd, const T *x, i64 i, const
   if (a.score == 0) {
     dots<T>(x, hd.k, a.kt, idx, n, a.D, s, ahead ? hd.v : (const S *)nullptr, a.vt, a.DV);
     if (hd.ek)
-      for (i64 e = 0; e < n; e++) {
-        const T *r = hd.ek + (e0 + e) * a.ek_e;
-        T sum = 0;
-        for (i64 c = 0; c < a.D; c++) sum += x[c] * r[c];
-        s[e] += sum;
-      }
+      for (i64 e = 0; e < n; e++) s[e] += dot<T>(x, hd.ek + (e0 + e) * a.ek_e, a.D);
   } else if (a.score == 1) {
     const T slope = (T)a.slope, scale = hd.scale, q = x[0];
     if (ahead) {
@@ -328,12 +332,12 @@ struct Walk {
 
 template <class T> struct Scratch {
   int32_t *idx;
-  T *s, *p, *th, *ds, *m, *x, *g, *acc, *grad;
+  T *s, *p, *th, *ds, *m, *x, *g, *acc;
   bool ok;
   static i64 idx_room() { return 2 * BLOCK + 64; }
   INLINE Scratch(const Args &a) {
     i64 w = pad16(a.D > a.DV ? a.D : a.DV) + 16, n = 2 * BLOCK + 64;
-    char *p0 = (char *)ga_scratch(idx_room() * 4 + (5 * n + 5 * w) * sizeof(T) + 256);
+    char *p0 = (char *)ga_scratch(idx_room() * 4 + (5 * n + 4 * w) * sizeof(T) + 256);
     ok = p0 != nullptr;
     idx = (int32_t *)p0;
     s = (T *)(p0 + idx_room() * 4);
@@ -344,7 +348,6 @@ template <class T> struct Scratch {
     x = m + n;
     g = x + w;
     acc = g + w;
-    grad = acc + w;
   }
   template <class U, class S> INLINE void pad(U *y, const S *x0, i64 n, U scale) {
     constexpr int W = Simd<U>::W;
@@ -498,12 +501,7 @@ static void edge_grads(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 i
   scores<T>(a, hd, w.x, i, idx, n, e0, w.s, w.th, ahead);
   dots<T>(w.g, hd.v, a.vt, idx, n, a.DV, w.ds, (const S *)nullptr, 0, 0);
   if (hd.ev)
-    for (i64 e = 0; e < n; e++) {
-      const T *r = hd.ev + (e0 + e) * a.ev_e;
-      T sum = 0;
-      for (i64 c = 0; c < a.DV; c++) sum += w.g[c] * r[c];
-      w.ds[e] += sum;
-    }
+    for (i64 e = 0; e < n; e++) w.ds[e] += dot<T>(w.g, hd.ev + (e0 + e) * a.ev_e, a.DV);
   const T lse = hd.lse[i];
   for (i64 e = 0; e < n; e += W) store(w.p + e, vexp(load(w.s + e) - lse));  // the buffers have room beyond n
   if (a.drop) {
@@ -521,20 +519,37 @@ static void edge_grads(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 i
     for (i64 e = 0; e < n; e++) w.ds[e] = w.s[e];
 }
 
-// gradient of the sum q + k + ek of one edge into w.grad (Additive, GATv2), given that of the raw score
+// Adds the gradient of the sum q + k + ek of one edge (Additive, GATv2), given that of the raw score, to `to` and, if it
+// is not null, `too`; and that of GATv2's vector to dvec.
 template <class T, class S>
-static void sum_grad(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 j, i64 e, T ds, T *dvec) {
+static void sum_grad(const Args &a, const Head<T, S> &hd, const Scratch<T> &w, i64 j, i64 e, T ds, T *dvec, T *to, T *too) {
+  constexpr int W = Simd<T>::W;
   const S *r = hd.k + j * a.kt;
   const T *ek = hd.ek ? hd.ek + e * a.ek_e : nullptr;
   const T slope = (T)a.slope, g = ds * hd.scale;
-  for (i64 c = 0; c < a.D; c++) {
-    T u = w.x[c] + wide(r[c]);
-    if (ek) u += ek[c];
-    if (a.score == 1) {
-      w.grad[c] = u > 0 ? g : g * slope;
+  if (a.score == 1) {  // width 1
+    T u = w.x[0] + wide(r[0]);
+    if (ek) u += ek[0];
+    const T d = u > 0 ? g : g * slope;
+    to[0] += d;
+    if (too) too[0] += d;
+    return;
+  }
+  for (i64 c = 0; c < a.D; c += W) {
+    const bool whole = c + W <= a.D;
+    const int n = whole ? W : (int)(a.D - c);
+    TV u = load(w.x + c) + (whole ? load(r + c) : load_n(r + c, n));
+    if (ek) u += whole ? load(ek + c) : load_n(ek + c, n);
+    const TV on = u > TV{} ? splat<T>(g) : splat<T>(g * slope);
+    const TV d = on * (whole ? load(hd.vec + c) : load_n(hd.vec + c, n));
+    if (whole) {
+      if (dvec) store(dvec + c, load(dvec + c) + on * u);
+      store(to + c, load(to + c) + d);
+      if (too) store(too + c, load(too + c) + d);
     } else {
-      if (dvec) dvec[c] += g * (u > 0 ? u : u * slope);
-      w.grad[c] = g * hd.vec[c] * (u > 0 ? (T)1 : slope);
+      if (dvec) store_n(dvec + c, load_n(dvec + c, n) + on * u, n);
+      store_n(to + c, load_n(to + c, n) + d, n);
+      if (too) store_n(too + c, load_n(too + c, n) + d, n);
     }
   }
 }
@@ -587,14 +602,9 @@ static void backward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i6
       if (hd.dek)
         for (i64 e = 0; e < n; e++) axpy<T>(w.ds[e], w.x, a.D, hd.dek + (e0 + e) * (a.dek_h ? a.H : 1) * a.D);
     } else {
-      for (i64 e = 0; e < n; e++) {
-        sum_grad<T>(a, hd, w, idx[e], e0 + e, w.ds[e], dvec);
-        for (i64 c = 0; c < a.D; c++) w.acc[c] += w.grad[c];
-        if (hd.dek) {
-          T *d = hd.dek + (e0 + e) * (a.dek_h ? a.H : 1) * a.D;
-          for (i64 c = 0; c < a.D; c++) d[c] += w.grad[c];
-        }
-      }
+      for (i64 e = 0; e < n; e++)
+        sum_grad<T>(a, hd, w, idx[e], e0 + e, w.ds[e], dvec, w.acc,
+                    hd.dek ? hd.dek + (e0 + e) * (a.dek_h ? a.H : 1) * a.D : nullptr);
     }
   }
 }
@@ -708,12 +718,8 @@ static void source_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 
       }
       for (i64 z = 0; z < m; z++) {
         T *dkj = dk + (j + z0 + z - j_base) * dk_t;
-        if (a.score == 0) {
-          axpy<T>(w.ds[z], w.x, a.D, dkj);
-        } else {
-          sum_grad<T>(a, hd, w, j + z0 + z, e + z0 + z, w.ds[z], nullptr);
-          for (i64 c = 0; c < a.D; c++) dkj[c] += w.grad[c];
-        }
+        if (a.score == 0) axpy<T>(w.ds[z], w.x, a.D, dkj);
+        else sum_grad<T>(a, hd, w, j + z0 + z, e + z0 + z, w.ds[z], nullptr, dkj, nullptr);
         axpy<T>(w.p[z], w.g, a.DV, dv + (j + z0 + z - j_base) * dv_t);
       }
     }
