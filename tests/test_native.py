@@ -285,6 +285,22 @@ def test_strides_and_layouts() -> None:
     assert out.transpose(1, 2).is_contiguous(), "heads lie beside width where the query's do"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_beside_each_other_are_copied_to_be_gathered(dtype: torch.dtype) -> None:
+    """Large tables whose heads lie beside each other take a way of their own, to the same bits."""
+    gen = torch.Generator().manual_seed(1)
+    t, s, h, d = 2300, 2100, 8, 64
+    target = torch.arange(t - 5).repeat_interleave(9)
+    g = ga.from_edge_index(torch.stack([torch.randint(0, s, target.shape, generator=gen), target]), (t, s))
+    leaves = [x.detach() for x in inputs(g, 1, h, h // 2, d, d, dtype)]
+    beside = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves]
+    assert beside[0].stride(2) == h * d
+    for options in ({}, {"dropout": 0.3, "seed": 4, "softcap": 5.0}):
+        want = gradients([x.requires_grad_() for x in leaves], g, "native", **options)
+        for x, y in zip(gradients(beside, g, "native", **options), want, strict=True):
+            assert torch.equal(x, y)
+
+
 def test_sizes_of_zero() -> None:
     for b, h, t, s, d, dv in (
         (0, 2, 3, 3, 4, 4),
