@@ -74,6 +74,7 @@ enum PlanField {
   P_EMAX,         // the most row-path edges of one lead
   P_PIECE_LEAD,   // leads + 1
   P_GLO, P_GHI,   // groups: least source, end of sources
+  P_COL,          // int32: source of every edge of the row path, in the row list's numbering; 0 where runs are long
   P_SIZE = 40
 };
 enum SourcePlanField {

@@ -110,10 +110,10 @@ template <class A, class F, class Z>
 INLINE void eight_rows(const Args &a, i64 lead, const i64 *unit, int32_t *idx, A begin, F f, Z end_row) {
   const int32_t *rows = plan_i32(a.plan, P_ROW);
   for (i64 t = unit[0]; t < unit[1];) {
-    i64 end = fill_rows(a, lead, rows, t, unit[1], idx);
+    const int32_t *own;
+    i64 end = fill_rows(a, lead, rows, t, unit[1], idx, &own);
     const bool alone = end == t;
     if (alone) end = t + 1;
-    const int32_t *own = idx;
     for (; t < end; t++) {
       const i64 i = rows[t], row = lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
       begin(i);
@@ -124,7 +124,7 @@ INLINE void eight_rows(const Args &a, i64 lead, const i64 *unit, int32_t *idx, A
           walk.take(len, idx);
           for (int z = 0; z < AHEAD; z++) idx[len + z] = idx[len - 1];
         }
-        f(i, alone ? idx : own, len, t, pos);
+        f(i, alone ? idx : own + pos, len, t, pos);
       }
       end_row(i);
       if (!alone) own += n;

@@ -125,10 +125,10 @@ template <class T, class S> static void narrow_unit(Narrow<T> &w, i64 z, const i
   T tmp[NARROW * 8];
   i64 t = unit[0];
   while (t < unit[1]) {
-    i64 end = fill_rows(a, lead, rows, t, unit[1], idx);
+    const int32_t *own;
+    i64 end = fill_rows(a, lead, rows, t, unit[1], idx, &own);
     const bool alone = end == t;
     if (alone) end = t + 1;
-    const int32_t *own = idx;
     for (; t < end; t++) {
       const i64 i = rows[t], row = lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
       heads_in<T>((const S *)a.q + at.b * a.qb + at.h0 * a.qh + i * a.qt, a.qh, at.n, a.D, tmp);
@@ -141,10 +141,11 @@ template <class T, class S> static void narrow_unit(Narrow<T> &w, i64 z, const i
       Walk walk(a, row, 0);
       for (i64 pos = 0; pos < n; pos += BLOCK) {
         const i64 len = n - pos < BLOCK ? n - pos : BLOCK;
-        if (alone) walk.take(len, idx), own = idx;
+        if (alone) walk.take(len, idx), own = idx - pos;
+        const int32_t *src = own + pos;
         V8T top = m;
         for (i64 e = 0; e < len; e++) {
-          V8T x = r.score(a, kp + own[e] * a.D * 8);
+          V8T x = r.score(a, kp + src[e] * a.D * 8);
           store8(s + e * 8, x);
           top = x > top ? x : top;
         }
@@ -158,21 +159,21 @@ template <class T, class S> static void narrow_unit(Narrow<T> &w, i64 z, const i
         for (i64 e = 0; e < len; e++) {
           V8T p = exp8(load8(s + e * 8) - base);
           l += p;
-          store8(s + e * 8, a.drop ? p * dropout8<T>(a, state, own[e]) : p);
+          store8(s + e * 8, a.drop ? p * dropout8<T>(a, state, src[e]) : p);
         }
         i64 c = 0;
         for (; c + 8 <= a.DV; c += 8) {
           V8T b[8];
           for (int y = 0; y < 8; y++) b[y] = acc[c + y];
           for (i64 e = 0; e < len; e++) {
-            const T *v = vp + (own[e] * a.DV + c) * 8;
+            const T *v = vp + (src[e] * a.DV + c) * 8;
             const V8T p = load8(s + e * 8);
             for (int y = 0; y < 8; y++) b[y] += p * load8(v + y * 8);
           }
           for (int y = 0; y < 8; y++) acc[c + y] = b[y];
         }
         for (; c < a.DV; c++)
-          for (i64 e = 0; e < len; e++) acc[c] += load8(s + e * 8) * load8(vp + (own[e] * a.DV + c) * 8);
+          for (i64 e = 0; e < len; e++) acc[c] += load8(s + e * 8) * load8(vp + (src[e] * a.DV + c) * 8);
       }
       V8T inv = (T)1 / l;
       inv = l == V8T{} ? V8T{} + (T)__builtin_nan("") : inv;
@@ -213,10 +214,10 @@ template <class T, class S> static void narrow_back_unit(Narrow<T> &w, i64 z, co
   T tmp[NARROW * 8];
   i64 t = unit[0];
   while (t < unit[1]) {
-    i64 end = fill_rows(a, lead, rows, t, unit[1], idx);
+    const int32_t *own;
+    i64 end = fill_rows(a, lead, rows, t, unit[1], idx, &own);
     const bool alone = end == t;
     if (alone) end = t + 1;
-    const int32_t *own = idx;
     for (; t < end; t++) {
       const i64 i = rows[t], row = lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
       const T *xp = w.q + (z * a.TQ + i) * a.D * 8, *gp = w.g + (z * a.TQ + i) * a.DV * 8;
@@ -237,14 +238,15 @@ template <class T, class S> static void narrow_back_unit(Narrow<T> &w, i64 z, co
       Walk walk(a, row, 0);
       for (i64 pos = 0; pos < n; pos += BLOCK) {
         const i64 len = n - pos < BLOCK ? n - pos : BLOCK;
-        if (alone) walk.take(len, idx), own = idx;
+        if (alone) walk.take(len, idx), own = idx - pos;
+        const int32_t *src = own + pos;
         for (i64 e = 0; e < len; e++) {
-          const T *k = kp + own[e] * a.D * 8, *v = vp + own[e] * a.DV * 8;
+          const T *k = kp + src[e] * a.D * 8, *v = vp + src[e] * a.DV * 8;
           V8T p = exp8(r.score(a, k) - lse), d{};
           for (i64 c = 0; c < a.DV; c++) d += g[c] * load8(v + c * 8);
           V8T kept = p;
           if (a.drop) {
-            V8T m = dropout8<T>(a, state, own[e]);
+            V8T m = dropout8<T>(a, state, src[e]);
             d *= m;
             kept *= m;
           }

@@ -401,6 +401,22 @@ EXPORT i64 *ga_plan(const i64 *indptr, const i64 *start, const i64 *stop, const 
   w.put(P_PIECE_LEAD, piece_lead);
   w.put(P_GLO, glo);
   w.put(P_GHI, ghi);
+  // Where most runs are one source the sources themselves are no longer than the runs, and need no walking.
+  const i64 edges = row_edge.back();
+  i64 runs = 0;
+  for (i64 lead = 0; lead < leads; lead++)
+    for (i64 r = row_lead[lead]; r < row_lead[lead + 1]; r++)
+      runs += indptr[lead * t + rows[r] + 1] - indptr[lead * t + rows[r]];
+  if (edges && edges < 2 * runs) {
+    Ints col;
+    col.reserve(edges + 64);
+    for (i64 lead = 0; lead < leads; lead++)
+      for (i64 r = row_lead[lead]; r < row_lead[lead + 1]; r++)
+        for (i64 u = indptr[lead * t + rows[r]]; u < indptr[lead * t + rows[r] + 1]; u++)
+          for (i64 j = start[u]; j < stop[u]; j++) col.push_back((int32_t)j);
+    col.insert(col.end(), 64, col.back());  // what is prefetched ahead of the last
+    w.put(P_COL, col);
+  }
   return w.release(length);
 } catch (const std::bad_alloc &) {
   return nullptr;

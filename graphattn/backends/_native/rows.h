@@ -25,6 +25,7 @@ template <class T, class S> struct Head {
   const T *ek, *ev;
   T *dek, *dev;
   T scale;
+  bool far;  // keys and values lie beyond the second level
   INLINE Head(const Args &a, i64 b_, i64 h_) : b(b_), h(h_) {
     i64 hk = h / (a.H / a.HK);
     lead = (a.BG > 1 ? b : 0) * a.HG + (a.HG > 1 ? h : 0);
@@ -48,6 +49,7 @@ template <class T, class S> struct Head {
     dek = a.dek ? (T *)a.dek + h * a.dek_h * a.D : nullptr;
     dev = a.dev ? (T *)a.dev + h * a.dev_h * a.DV : nullptr;
     scale = (T)a.scale;
+    far = a.TK * (a.kt + a.vt) * (i64)sizeof(S) > ((i64)3 << 19);
   }
 };
 
@@ -370,17 +372,15 @@ static void forward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64
   clear<T>(w.acc, wide);
   T m = -__builtin_inf(), l = 0;
   const i64 e_row = a.edge_ptr[row];
-  const bool one = pos1 - pos0 <= BLOCK && ready;
-  Walk walk(a, row, one ? 0 : pos0);
+  Walk walk(a, row, ready ? 0 : pos0);
   for (i64 pos = pos0; pos < pos1; pos += BLOCK) {
     i64 n = pos1 - pos < BLOCK ? pos1 - pos : BLOCK;
-    const int32_t *idx = ready;
-    if (!one) {
+    const int32_t *idx = ready ? ready + (pos - pos0) : w.idx;
+    if (!ready) {
       walk.take(n, w.idx);
       for (int z = 0; z < AHEAD + 4; z++) w.idx[n + z] = w.idx[n - 1];
-      idx = w.idx;
     }
-    scores<T>(a, hd, w.x, i, idx, n, e_row + pos, w.s, nullptr, true);
+    scores<T>(a, hd, w.x, i, idx, n, e_row + pos, w.s, nullptr, hd.far);
     T top = max_of(w.s, n);
     T m_new = top > m ? top : m, base = finite_or_zero(m_new);
     if (pos > pos0) {
@@ -416,8 +416,13 @@ template <class T, class S> static void forward_row(const Args &a, const Head<T,
   finish_row<T>(a, hd, i, w.acc, m, l);
 }
 
-// Gathers the sources of as many whole rows as fit in one block; returns the end of them in the row list.
-INLINE i64 fill_rows(const Args &a, i64 lead, const int32_t *rows, i64 r, i64 r1, int32_t *idx) {
+// The sources of as many whole rows as fit in one block, or of all where the plan lists them; returns the end of the rows
+// in the row list.  *own: theirs, one after the other, with some to prefetch behind.  None fits: the end is r.
+INLINE i64 fill_rows(const Args &a, i64 lead, const int32_t *rows, i64 r, i64 r1, int32_t *idx, const int32_t **own) {
+  if (a.plan[P_COL]) {
+    *own = plan_i32(a.plan, P_COL) + plan_i64(a.plan, P_ROW_EDGE)[r];
+    return r1;
+  }
   i64 n = 0;
   for (; r < r1; r++) {
     const i64 row = lead * a.TQ + rows[r], d = a.edge_ptr[row + 1] - a.edge_ptr[row];
@@ -428,7 +433,12 @@ INLINE i64 fill_rows(const Args &a, i64 lead, const int32_t *rows, i64 r, i64 r1
   }
   if (n)
     for (int z = 0; z < AHEAD + 4; z++) idx[n + z] = idx[n - 1];
+  *own = idx;
   return r;
+}
+// those of a piece of a row, if the plan lists them
+INLINE const int32_t *listed(const Args &a, const i64 *unit) {
+  return a.plan[P_COL] ? plan_i32(a.plan, P_COL) + plan_i64(a.plan, P_ROW_EDGE)[unit[0]] + unit[2] : nullptr;
 }
 
 template <class T, class S>
@@ -438,14 +448,14 @@ static void forward_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, con
   if (unit[4] >= 0) {  // a piece of a hub
     const i64 i = rows[unit[0]], row = hd.lead * a.TQ + i;
     T *part = pieces + (unit[4] - plan_i64(plan, P_PIECE_LEAD)[hd.lead]) * (a.DV + 2);
-    forward_part<T>(a, hd, w, row, i, unit[2], unit[3], nullptr, part, part + 1);
+    forward_part<T>(a, hd, w, row, i, unit[2], unit[3], listed(a, unit), part, part + 1);
     for (i64 c = 0; c < a.DV; c++) part[2 + c] = w.acc[c];
     return;
   }
   i64 r = unit[0];
   while (r < unit[1]) {
-    int32_t *idx = w.idx;
-    i64 end = fill_rows(a, hd.lead, rows, r, unit[1], idx);
+    const int32_t *idx;
+    i64 end = fill_rows(a, hd.lead, rows, r, unit[1], w.idx, &idx);
     if (end == r) {
       forward_row<T>(a, hd, w, rows[r++]);
       continue;
@@ -562,15 +572,13 @@ static void backward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i6
   w.pad(w.g, hd.go + i * a.gt, a.DV, (T)1);
   const i64 wide = pad16(a.D), e_row = a.edge_ptr[row];
   clear<T>(w.acc, wide);
-  const bool one = pos1 - pos0 <= BLOCK && ready;
-  Walk walk(a, row, one ? 0 : pos0);
+  Walk walk(a, row, ready ? 0 : pos0);
   for (i64 pos = pos0; pos < pos1; pos += BLOCK) {
     i64 n = pos1 - pos < BLOCK ? pos1 - pos : BLOCK;
-    const int32_t *idx = ready;
-    if (!one) {
+    const int32_t *idx = ready ? ready + (pos - pos0) : w.idx;
+    if (!ready) {
       walk.take(n, w.idx);
       for (int z = 0; z < AHEAD + 4; z++) w.idx[n + z] = w.idx[n - 1];
-      idx = w.idx;
     }
     const i64 e0 = e_row + pos;
     edge_grads<T>(a, hd, w, i, delta, idx, n, e0, true);
@@ -625,15 +633,15 @@ static void backward_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, co
     T *part = pieces + (unit[4] - plan_i64(plan, P_PIECE_LEAD)[hd.lead]) * (a.D > a.DV ? a.D + 2 : a.DV + 2);
     T delta = delta_of(a, hd, i);
     if (unit[2] == 0) hd.delta[i] = delta;
-    backward_part<T>(a, hd, w, row, i, unit[2], unit[3], nullptr, delta,
+    backward_part<T>(a, hd, w, row, i, unit[2], unit[3], listed(a, unit), delta,
                      stash ? stash + 2 * (row_edge[unit[0]] - e_lead + unit[2]) : nullptr, dvec, dpos);
     for (i64 c = 0; c < a.D; c++) part[c] = w.acc[c];
     return;
   }
   i64 r = unit[0];
   while (r < unit[1]) {
-    int32_t *idx = w.idx;
-    i64 end = fill_rows(a, hd.lead, rows, r, unit[1], idx);
+    const int32_t *idx;
+    i64 end = fill_rows(a, hd.lead, rows, r, unit[1], w.idx, &idx);
     const bool alone = end == r;
     if (alone) end = r + 1;
     for (; r < end; r++) {
