@@ -52,6 +52,30 @@ def test_every_option_in_a_compiled_region() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_the_backward_goes_on_from_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native engine's forward pass runs once, not again in the backward, whatever shapes, options and pulls."""
+    from graphattn.backends import native
+
+    if isinstance(native._library(), str):
+        pytest.skip(native._library())
+    ran, call = [], native._call
+    monkeypatch.setattr(native, "_call", lambda op, *rest: (ran.append(op), call(op, *rest)))
+    for lead, shared in (((), False), ((2,), False), ((3, 2), False), ((3, 2), True)):
+        q = torch.randn(*lead, SHAPE, 4, dtype=torch.float64, requires_grad=True)
+        k, v = (torch.randn(*(1 if shared else n for n in lead[:1]), *lead[1:], SHAPE, d, dtype=torch.float64,
+                            requires_grad=True) for d in (4, 3))  # fmt: skip
+
+        def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = ga.attend_lse(q, k, v, GRAPHS[0], softcap=3.0, dropout=0.3, seed=7, backend="native")
+            return (out.sin().sum() + lse.sum()) * 2
+
+        want = torch.autograd.grad(f(q, k, v), (q, k, v))
+        ran.clear()
+        got = torch.autograd.grad(torch.compile(f, fullgraph=True, backend="aot_eager")(q, k, v), (q, k, v))
+        assert ran == [0, 1]
+        torch.testing.assert_close(got, want)
+
+
 def test_unseeded_dropout_drops_the_same_edges_in_both_directions() -> None:
     v = torch.ones(1, 1, SHAPE, 1, requires_grad=True)
     q = torch.zeros(1, 1, SHAPE, 4)

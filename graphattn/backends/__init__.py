@@ -365,12 +365,38 @@ def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
 
 def _eager(
     q: Tensor, k: Tensor, v: Tensor, graph: Graph, backend: str, want_lse: bool, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    out, lse = _run(make_call(q, k, v, graph, want_lse=want_lse, **options), backend)
-    return _shaped(out, q), None if lse is None or not want_lse else lse.reshape(q.shape[:-1])
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`(out, lse if it is wanted, lse if _gradients can go on from it)`."""
+    call = make_call(q, k, v, graph, want_lse=want_lse, **options)
+    native = _module("native")
+    keeps = (backend == "native" or (backend == "auto" and _choose(call) == "native")) and native.keeps(call)
+    out, lse = _run(call, backend)
+    if lse is not None:
+        lse = lse.reshape(q.shape[:-1])
+    return _shaped(out, q), lse if want_lse else None, lse if keeps else None
 
 
-compiled._eager = _eager
+def _gradients(
+    q: Tensor, k: Tensor, v: Tensor, graph: Graph, options: dict[str, Any],
+    out: Tensor, lse: Tensor, g_out: Tensor, g_lse: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Of q, k and v where _eager kept lse; a batch axis that was expanded is summed over."""
+    call = make_call(q, k, v, graph, **options)
+    four, three = call.q.shape[:3] + call.v.shape[3:], call.q.shape[:3]
+    found = _module("native").gradients(
+        call,
+        out.reshape(four),
+        lse.reshape(three),
+        g_out.reshape(four),
+        None if g_lse is None else g_lse.reshape(three),
+    )
+    return [
+        (g if g.numel() == x.numel() else g.sum(0, keepdim=True)).reshape(x.shape)
+        for g, x in zip(found, (q, k, v), strict=True)
+    ]
+
+
+compiled._eager, compiled._gradients = _eager, _gradients
 
 
 def _shaped(out: Tensor, q: Tensor) -> Tensor:

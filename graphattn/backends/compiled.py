@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from ..graph import Graph, by_handle
 from ..scores import Additive, Alibi, GATv2, Relative
 
-# set by the package above: eager attention `(q, k, v, graph, backend, want_lse, options) -> (out, lse or None)`
-_eager: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+# set by the package above: eager attention `(q, k, v, graph, backend, want_lse, options) -> (out, lse or None, lse or
+# None)`, and the gradients of q, k and v where the last of these, the lse it kept, is not None
+_eager: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] | None = None
+_gradients: Callable[..., list[Tensor]] | None = None
 
 
 def attend(
@@ -56,7 +58,7 @@ def attend(
         runs = [graph.indptr, graph.start, graph.stop]  # a handle means nothing in another process
     seed_number = seed if isinstance(seed, int) else 0
     seed_tensor = seed if isinstance(seed, Tensor) else None
-    out, lse, _ = torch.ops.graphattn.attend(
+    out, lse, _, _ = torch.ops.graphattn.attend(
         q, k, v, graph.handle, runs, [*graph.lead, graph.t, graph.s], scale, name, slope, vector, bias, place, offset,
         table, edge_key, edge_value, softcap, dropout, seed_number, seed_tensor, seed is not None, want_lse, backend,
     )  # fmt: skip
@@ -69,8 +71,11 @@ _SCHEMA = (
     "float? softcap, float dropout, SymInt seed, Tensor? seed_tensor, bool seeded, bool want_lse, str backend)"
 )
 _LIB = torch.library.Library("graphattn", "DEF")
-_LIB.define(f"attend{_SCHEMA} -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.needs_exact_strides,))
-_LIB.define(f"attend_backward(Tensor dout, Tensor dlse, Tensor used_seed, {_SCHEMA[1:]} -> Tensor[]")
+# out; lse if it is wanted; the seed used, and 1 if what follows holds anything; lse for the backward pass
+_LIB.define(f"attend{_SCHEMA} -> (Tensor, Tensor, Tensor, Tensor)", tags=(torch.Tag.needs_exact_strides,))
+_LIB.define(
+    f"attend_backward(Tensor dout, Tensor dlse, Tensor out, Tensor used, Tensor kept, {_SCHEMA[1:]} -> Tensor[]"
+)
 # positions of the tensors that may need a gradient, in the schema
 _LEARNT = {"q": 0, "k": 1, "v": 2, "vector": 9, "bias": 10, "table": 13, "edge_key": 14, "edge_value": 15}
 
@@ -92,25 +97,24 @@ def _graph(handle: Tensor, runs: list[Tensor], shape: list[int]) -> Graph:
 _FROM_RUNS: dict[int, tuple[weakref.ref[Tensor], Graph]] = {}
 
 
-def _call(args: tuple[Any, ...], seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _call(args: tuple[Any, ...], seed: Tensor | None) -> tuple[Any, ...]:
+    """The arguments of `_eager`."""
     (
         q, k, v, handle, runs, shape, scale, name, slope, vector, bias, place, offset, table, edge_key, edge_value,
         softcap, dropout, _, _, _, want_lse, backend,
     ) = args  # fmt: skip
-    assert _eager is not None
     score = Additive(slope) if name == "additive" else GATv2(vector, slope) if name == "gatv2" else None
     if place == "alibi":
         bias = Alibi(table, offset)
     elif place == "relative":
         bias = Relative(table, offset)
-    return _eager(
-        q, k, v, _graph(handle, runs, shape), backend, want_lse,
-        dict(scale=scale, score=score, bias=bias, edge_key=edge_key, edge_value=edge_value, softcap=softcap,
-             dropout=dropout, seed=seed),
-    )  # fmt: skip
+    options = dict(scale=scale, score=score, bias=bias, edge_key=edge_key, edge_value=edge_value, softcap=softcap,
+                   dropout=dropout, seed=seed)  # fmt: skip
+    return q, k, v, _graph(handle, runs, shape), backend, want_lse, options
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert _eager is not None
     dropout, seed, seed_tensor, seeded = args[17:21]
     if seed_tensor is not None:
         used = seed_tensor
@@ -119,19 +123,32 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     else:
         used = torch.tensor(int(seed))
     with torch.no_grad():
-        out, lse = _call(args, used if dropout else None)
+        out, lse, kept = _eager(*_call(args, used if dropout else None))
     fresh = out.contiguous()
     q = args[0]
     none = q.new_empty(0, dtype=_wide(q))
-    return fresh, none if lse is None else lse.contiguous(), used.clone()
+    used = torch.stack([used.cpu().long(), torch.tensor(int(kept is not None))])
+    # the compiler wants one shape, whichever backend ran
+    held = q.new_empty(q.shape[:-1], dtype=_wide(q)) if kept is None else kept.clone()
+    return fresh, none if lse is None else lse.contiguous(), used, held
 
 
 def _wide(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _backward(dout: Tensor, dlse: Tensor, used: Tensor, *args: Any) -> list[Tensor]:
-    """Gradients of the learnt tensors in schema order, empty where there is none.  Runs the forward pass again."""
+def _backward(dout: Tensor, dlse: Tensor, out: Tensor, used: Tensor, kept: Tensor, *args: Any) -> list[Tensor]:
+    """Gradients of the learnt tensors in schema order, empty where there is none.
+
+    Runs the forward pass again, unless the backend left what it needs to go on.
+    """
+    assert _eager is not None and _gradients is not None
+    seed, was_kept = used
+    if was_kept:
+        q, k, v, graph, _, want_lse, options = _call(args, seed if args[17] else None)
+        with torch.no_grad():
+            found = _gradients(q, k, v, graph, options, out, kept, dout, dlse if want_lse else None)
+        return [x.contiguous() for x in found] + [dout.new_empty(0) for _ in range(len(_LEARNT) - 3)]
     args_list = list(args)
     leaves = []
     for at in _LEARNT.values():
@@ -140,7 +157,7 @@ def _backward(dout: Tensor, dlse: Tensor, used: Tensor, *args: Any) -> list[Tens
             leaves.append(args_list[at])
     want_lse = args[21]
     with torch.enable_grad():
-        out, lse = _call(tuple(args_list), used if args[17] else None)
+        out, lse, _ = _eager(*_call(tuple(args_list), seed if args[17] else None))
         outputs, pulls = [out], [dout]
         if want_lse and lse is not None:
             outputs.append(lse)
@@ -157,36 +174,37 @@ def _backward(dout: Tensor, dlse: Tensor, used: Tensor, *args: Any) -> list[Tens
     return found
 
 
-def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, v, want_lse = args[0], args[2], args[21]
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = q.new_empty(q.shape[:-1] if want_lse else (0,), dtype=_wide(q))
-    return out, lse, torch.empty((), dtype=torch.int64)
+    return out, lse, torch.empty(2, dtype=torch.int64), q.new_empty(q.shape[:-1], dtype=_wide(q))
 
 
-def _fake_backward(dout: Tensor, dlse: Tensor, used: Tensor, *args: Any) -> list[Tensor]:
+def _fake_backward(dout: Tensor, dlse: Tensor, out: Tensor, used: Tensor, kept: Tensor, *args: Any) -> list[Tensor]:
     return [dout.new_empty(0) if args[at] is None else args[at].new_empty(args[at].shape) for at in _LEARNT.values()]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     ctx.where = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
     runs = inputs[4]
     ctx.runs = len(runs)
     ctx.rest = [None if isinstance(x, Tensor) or i == 4 else x for i, x in enumerate(inputs)]
-    ctx.save_for_backward(output[2], *runs, *tensors)
-    ctx.mark_non_differentiable(output[2])
+    out, _, used, kept = output
+    ctx.save_for_backward(out, used, kept, *runs, *tensors)
+    ctx.mark_non_differentiable(used, kept)
     ctx.set_materialize_grads(True)
 
 
-def _autograd(ctx: Any, dout: Tensor, dlse: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    used, *saved = ctx.saved_tensors
+def _autograd(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    out, used, kept, *saved = ctx.saved_tensors
     runs, tensors = list(saved[: ctx.runs]), saved[ctx.runs :]
     args = list(ctx.rest)
     for i, x in zip(ctx.where, tensors, strict=True):
         args[i] = x
     args[4] = runs
-    found = torch.ops.graphattn.attend_backward(dout, dlse, used, *args)
+    found = torch.ops.graphattn.attend_backward(dout, dlse, out, used, kept, *args)
     grads: list[Any] = [None] * len(args)
     for at, g in zip(_LEARNT.values(), found, strict=True):
         if args[at] is not None and ctx.needs_input_grad[at]:

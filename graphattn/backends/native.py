@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..graph import Graph
 from ..scores import Alibi, GATv2, Relative
-from .call import Call
+from .call import Call, learnt
 from .numerics import drop_threshold, transformed
 
 _LIBRARY = Path(__file__).parent / "_native" / "libgraphattn.so"
@@ -193,6 +193,26 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         if not call.needs_grad and not transformed():
             return _back(_forward(spec, q, k, v), dtype)
         return _back(_apply(spec, q, k, v, None, None, None, None, None), dtype)
+    spec, extras = _spec(call)
+    return _back(_apply(spec, q, k, v, *(x if x is None else x.to(wide) for x in extras)), dtype)
+
+
+def keeps(call: Call) -> bool:
+    """`gradients` can do the call's backward pass from its output and lse alone."""
+    return call.q.dtype == call.wide and all(x is None for x in learnt(call)) and why_not(call) is None
+
+
+def gradients(
+    call: Call, out: Tensor, lse: Tensor, g_out: Tensor, g_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Of q, k and v, from what `attend` gave for a call that `keeps`; dropout needs the call's seed."""
+    spec, extras = _spec(call)
+    needs = (True,) * 3 + (False,) * 5
+    return _backward(spec, needs, g_out, g_lse, out, lse, call.q, call.k, call.v, *extras)[:3]
+
+
+def _spec(call: Call) -> tuple[_Spec, tuple[Tensor | None, ...]]:
+    """What the kernels need besides q, k and v: numbers, and tensors (bias, edge_key, edge_value, vector, table)."""
     position, score = call.position, call.score
     seed = 0
     if call.dropout:
@@ -213,8 +233,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         table = position.slopes
     elif isinstance(position, Relative):
         table = position.table
-    extras = (call.bias, call.edge_key, call.edge_value, score.vector if isinstance(score, GATv2) else None, table)
-    return _back(_apply(spec, q, k, v, *(x if x is None else x.to(wide) for x in extras)), dtype)
+    return spec, (call.bias, call.edge_key, call.edge_value, score.vector if isinstance(score, GATv2) else None, table)
 
 
 def _back(result: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
