@@ -464,13 +464,31 @@ def variants(which: str = "all") -> list[tuple[Any, ...]]:
         for width in (32, 128, 256):
             kernels_of(f"causal {width}", ga.causal(n), collect, width=width)
         kernels_of("causal, float16", ga.causal(n), collect, dtype=torch.float16)
-        for width in (64, 128):
+        for width in (64, 128, 256):
             kernels_of(f"causal {width}, float32", ga.causal(n), collect, width=width, dtype=torch.float32)
         kernels_of("causal, dropout", ga.causal(n), collect, nodes_first=True, dropout=0.2, seed=1)
         table = ga.relative(torch.randn(8, 65))
         kernels_of("causal, odd, softcap, relative", ga.causal(n - 3), collect, softcap=4.0, bias=table)
         bits = ga.from_mask(torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < 0.3)
         kernels_of("bits, groups", bits, collect, width=128, kv_heads=2)
+        # everything at once, in the widths and dtypes above
+        for width in (64, 128, 256):
+            every = {"softcap": 4.0, "bias": table, "dropout": 0.2, "seed": 1}
+            kernels_of(f"bits {width}, odd, softcap, relative, dropout", bits[:-3, :-3], collect, width=width, **every)
+        for width in (64, 128):
+            kernels_of(
+                f"bits {width}, float32, softcap, alibi, dropout", bits, collect, width=width, dtype=torch.float32,
+                softcap=4.0, bias=ga.alibi(torch.randn(8)), dropout=0.2, seed=1,
+            )  # fmt: skip
+        vector = torch.randn(8, 64)
+        for name, g in {"random 16": graph, "window": window}.items():
+            bias = torch.randn(8, g.num_edges)
+            extra = [torch.randn(g.num_edges, 8, 64) for _ in range(2)]
+            kernels_of(
+                f"{name}, gatv2, everything", g, collect, sparse=True, nodes_first=True, dtype=torch.float32,
+                score=ga.GATv2(vector), bias=bias, edge_key=extra[0], edge_value=extra[1], softcap=4.0, dropout=0.2,
+                seed=1, leaves=[vector, bias, *extra],
+            )  # fmt: skip
         return list(collect.found.values())
 
 

@@ -16,6 +16,7 @@ import os
 import torch
 from torch import Tensor
 
+from .. import gpu
 from ..call import Call, learnt
 from . import plan
 
@@ -52,18 +53,20 @@ def interpreted() -> bool:
 
 
 def cost(call: Call) -> float:
-    """Bytes gathered per edge, or pairs of tiles at half the matrix rate; never by itself in the interpreter."""
+    """Rows gathered per edge, or pairs of the tiles that hold an edge; never by itself in the interpreter."""
     if call.q.device.type != "cuda":
         return math.inf
-    width = call.q.shape[-1] + call.v.shape[-1]
+    fixed = gpu.TRITON_CALL * (3 if call.needs_grad else 1)
     if in_tiles(call):
-        bm, bn = tile_size(call)
-        cells = call.edge_work / max(plan.fill(call.graph, bm, bn), 1e-9)
-        rate = 350e12 if call.q.dtype != torch.float32 else 25e12
-        return 40e-6 + cells * 2 * width / rate * (4.0 if call.needs_grad else 1.0)
-    size = call.q.element_size()
-    traffic = call.edge_work * (width * size + 4) + call.batch * call.heads * call.graph.t * width * size
-    return 60e-6 + traffic / 3e12 * (3.0 if call.needs_grad else 1.0)
+        cells = call.edge_work / max(plan.fill(call.graph, *tile_size(call)), 1e-9)
+        return fixed + gpu.fused(
+            call, cells, gpu.HALF if gpu.is_half(call) else gpu.TF32 / 3, gpu.TILES, gpu.TILES_BACK
+        )
+    width, size = call.q.shape[-1] + call.v.shape[-1], call.q.element_size()
+    own = call.batch * call.heads * call.graph.t * width
+    vectors = call.edge_work * width if call.edge_key is not None or call.edge_value is not None else 0
+    rest = gpu.passes(own, 1, 3, call) + gpu.passes(call.edge_work, 1, 3, call) + gpu.passes(vectors, 1, 3, call)
+    return fixed + gpu.gathered(call, call.edge_work, width, size) + rest
 
 
 def memory(call: Call) -> int:
@@ -95,17 +98,28 @@ def in_tiles(call: Call) -> bool:
 
 
 def tile_size(call: Call, by_source: bool = False) -> tuple[int, int]:
-    """Targets and sources of a tile: sizes that spill no register in 16 bits, and few in float32 wider than 64."""
+    """Targets and sources of a tile: sizes that spill no register on compute capability 8.0 and 9.0."""
     if interpreted() and call.q.device.type == "cpu":
         return (32, 32) if by_source else (16, 32)
+    # each keeps another number alive for every pair of the tile
+    more = call.dropout > 0 or call.softcap is not None or call.position is not None
     width = max(call.q.shape[-1], call.v.shape[-1])
-    if call.q.dtype == torch.float32:
-        return (32, 32) if width <= 64 or by_source else (16, 32)
-    if width > 128:
-        return 64, 32
-    if by_source:
-        return (32, 64) if call.dropout else (64, 64)
-    return 128, 64
+    sizes = _FLOAT32 if call.q.dtype == torch.float32 else _HALF
+    return sizes[64 if width <= 64 else 128 if width <= 128 else 256][more][by_source]
+
+
+# by width: (by target, by source) of plain calls, and of calls with options
+_HALF = {
+    64: (((128, 64), (64, 64)), ((128, 32), (32, 64))),
+    128: (((128, 64), (64, 64)), ((64, 32), (32, 32))),
+    256: (((64, 32), (64, 32)), ((32, 32), (32, 32))),
+}
+# a product is three in TF32, whose operands are numbers taken apart
+_FLOAT32 = {
+    64: (((32, 32), (32, 32)), ((32, 32), (32, 32))),
+    128: (((16, 32), (32, 16)), ((16, 32), (16, 16))),
+    256: (((16, 32), (16, 16)), ((16, 32), (16, 16))),
+}
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:

@@ -595,8 +595,9 @@ def _read(
     """Which pairs of broadcastable targets i and sources j of a tile are edges: by bounds, or by the tile's bits."""
     known = (i < T) & (j < S)
     if ENDS == 0:
-        word = bits + some_id.to(tl.int64) * (BM * (BN // 32)) + i % BM * (BN // 32) + j % BN // 32
-        return known & (((tl.load(word) >> (j % 32)) & 1) == 1)
+        WORDS: tl.constexpr = (BN + 31) // 32
+        word = bits + some_id.to(tl.int64) * (BM * WORDS) + i % BM * WORDS + j % BN // 32
+        return known & (((tl.load(word) >> (j % (32 if BN >= 32 else BN))) & 1) == 1)
     inside = known & (i < 0)
     for r in tl.static_range(ENDS):
         low = tl.load(start + (row0 + i) * ENDS + r, mask=i < T, other=0)

@@ -21,7 +21,8 @@ _SUM = 1024  # numbers added one after another when gradients are summed by key
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """The one place kernels start from, so that a test can compile what would run."""
     if all(grid):
-        kernel[grid](*args, **meta)
+        with torch.cuda.device_of(args[0]):  # triton starts on the current device, wherever the tensors are
+            kernel[grid](*args, **meta)
 
 
 @dataclass(slots=True, eq=False)
@@ -179,10 +180,14 @@ def _heads_at_once(spec: _Spec, heads: int, *tensors: Tensor) -> int:
     return n
 
 
-def _block(cap: int, width: int, budget: int) -> tuple[int, int]:
-    """Edges at a time, and warps, for rows of `width` numbers: `budget` numbers in flight, at least 8 for a thread."""
-    be = max(1, min(cap, budget // width))
-    return be, 1 if be * width <= 256 else 2 if be * width <= 512 else 4
+def _block(cap: int, width: int, crowded: bool) -> tuple[int, int]:
+    """Edges at a time, and warps, for rows of `width` numbers.
+
+    A thread holds 8 numbers of each array of rows that is alive, 16 bytes where they have 16 bits.  Forward that is a
+    key, a value and a sum, so that it may hold up to 32; in a crowded kernel, backward or with vectors per edge, more.
+    """
+    be = max(1, min(cap, (2048 if crowded else 4096) // width))
+    return be, min(8 if crowded else 4, max(1, be * width // 256))
 
 
 def _rows_forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -198,7 +203,7 @@ def _rows_forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor |
     hb = _heads_at_once(spec, heads, k, v)
     bd, bdv = _pow2(d), _pow2(dv)
     for bucket in items.buckets:
-        be, warps = _block(bucket.cap, hb * max(bd, bdv), 4096)
+        be, warps = _block(bucket.cap, hb * max(bd, bdv), crowded=edge_key is not None or edge_value is not None)
         part = slice(bucket.first, bucket.first + bucket.size)
         run = None if items.run is None else items.run[2 * part.start : 2 * part.stop]
         launch(
@@ -304,7 +309,7 @@ def _by_targets(
     alone = (need_ek or need_ev) and nb > 1
     for first_batch in range(nb if alone else 1):
         for bucket in items.buckets:
-            be, warps = _block(bucket.cap, hb * max(bd, bdv), 2048)
+            be, warps = _block(bucket.cap, hb * max(bd, bdv), crowded=True)
             part = slice(bucket.first, bucket.first + bucket.size)
             run = None if items.run is None else items.run[2 * part.start : 2 * part.stop]
             launch(
@@ -423,7 +428,7 @@ def _by_sources(
     bd, bdv = _pow2(d), _pow2(dv)
     numbered = not (bias is None and edge_key is None and edge_value is None)
     for bucket in items.buckets:
-        be, warps = _block(bucket.cap, hb * max(bd, bdv), 2048)
+        be, warps = _block(bucket.cap, hb * max(bd, bdv), crowded=True)
         part = slice(bucket.first, bucket.first + bucket.size)
         launch(
             kernels.rows_backward_sources, (bucket.size, nh // hb, spec.nb),
@@ -455,7 +460,7 @@ def _runs_by_sources(
     dk = torch.empty(batch, hn, s, d, dtype=torch.float32, device=q.device)
     dv_out = torch.empty(batch, hn, s, dv, dtype=torch.float32, device=q.device)
     bd, bdv = _pow2(d), _pow2(dv)
-    bt = max(1, 2048 // (plan.SOURCES * max(bd, bdv)))
+    bt, warps = _block(plan.SOURCES, plan.SOURCES * max(bd, bdv), crowded=True)
     launch(
         kernels.runs_backward_sources, (form.ptr.numel() - 1, 1 if spec.own_h else hn, spec.nb),
         q, k, v, dout, lse, delta, dk, dv_out,
@@ -466,7 +471,7 @@ def _runs_by_sources(
         s, t, heads, hn, call.lead[1], form.blocks, call.scale, spec.cap, _slope(call), spec.offset, spec.reach,
         spec.width, spec.threshold, spec.keep_scale,
         D=d, DV=dv, BD=bd, BDV=bdv, BT=bt, BS=plan.SOURCES, GROUP=spec.group, LOOP=loop, KIND=_kind(call),
-        POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, OWN_B=spec.own_b, OWN_H=spec.own_h, num_warps=4,
+        POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, OWN_B=spec.own_b, OWN_H=spec.own_h, num_warps=warps,
     )  # fmt: skip
     return _ungroup(spec, dk), _ungroup(spec, dv_out)
 
