@@ -161,7 +161,8 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, v, want_lse = args[0], args[2], args[21]
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = q.new_empty(q.shape[:-1] if want_lse else (0,), dtype=_wide(q))
-    return out, lse, torch.empty((), dtype=torch.int64)
+    seed = args[19]  # of the operator's outputs the only one that may be elsewhere
+    return out, lse, torch.empty((), dtype=torch.int64, device="cpu" if seed is None else seed.device)
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor, used: Tensor, *args: Any) -> list[Tensor]:

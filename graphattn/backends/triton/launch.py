@@ -15,6 +15,7 @@ from ..call import Call
 from ..numerics import drop_threshold
 from . import kernels, plan
 
+OPTIONS = {"enable_fp_fusion": True}  # multiply and add in one instruction, which triton's default stops doing in 3.10
 _SUM = 1024  # numbers added one after another when gradients are summed by key
 
 
@@ -22,7 +23,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """The one place kernels start from, so that a test can compile what would run."""
     if all(grid):
         with torch.cuda.device_of(args[0]):  # triton starts on the current device, wherever the tensors are
-            kernel[grid](*args, **meta)
+            kernel[grid](*args, **meta, **OPTIONS)
 
 
 @dataclass(slots=True, eq=False)
@@ -520,7 +521,10 @@ class _Tiles(torch.autograd.Function):
 
 def _precision(q: Tensor) -> str:
     """Of float32 tiles: three products in TF32 that make up one in float32, or one if the user allows TF32."""
-    return "tf32" if q.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    matmul = torch.backends.cuda.matmul
+    # allow_tf32 can't be read once the newer name was set
+    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return "tf32" if q.dtype != torch.float32 or allowed else "tf32x3"
 
 
 def tile_launch(kernel: str, width: int, dtype: torch.dtype) -> dict[str, int]:
