@@ -376,7 +376,7 @@ class _Collect:
         self.label = ""
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-        options = {k: meta.pop(k) for k in ("num_warps", "num_stages") if k in meta}
+        options = {k: meta.pop(k) for k in ("num_warps", "num_stages", "maxnreg") if k in meta}
         types: dict[str, str] = {}
         constants: dict[tuple[int, ...], Any] = {}
         facts: dict[tuple[int, ...], list[list[Any]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,6 +192,14 @@ def _block(cap: int, width: int, crowded: bool) -> tuple[int, int]:
     return be, min(8 if crowded else 4, max(1, be * width // 256))
 
 
+def _threads(call: Call, warps: int) -> dict[str, int]:
+    """Warps of a kernel for rows, and what a thread may have of registers where options want more of them.
+
+    Left to itself the assembler spills a few so that one more block fits on a multiprocessor.
+    """
+    return {"num_warps": warps} if call.plain else {"num_warps": warps, "maxnreg": 255}
+
+
 def _rows_forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor | None) -> tuple[Tensor, Tensor]:
     call = spec.call
     bias, edge_key, edge_value, vector, values = extra
@@ -219,7 +228,7 @@ def _rows_forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor |
             spec.width, spec.threshold, spec.keep_scale if call.dropout else 1.0,
             D=d, DV=dv, BD=bd, BDV=bdv, BE=be, HB=hb, GROUP=spec.group, KIND=_kind(call), RUNS=form.walks_runs,
             WIDE=_wide(q, k, v), POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, SPLIT=bucket.split,
-            OWN_B=spec.own_b, OWN_H=spec.own_h, num_warps=warps,
+            OWN_B=spec.own_b, OWN_H=spec.own_h, **_threads(call, warps),
         )  # fmt: skip
     if parts:
         launch(
@@ -326,7 +335,7 @@ def _by_targets(
                 spec.keep_scale,
                 D=d, DV=dv, BD=bd, BDV=bdv, BE=be, HB=hb, GROUP=spec.group, KIND=_kind(call), RUNS=form.walks_runs,
                 WIDE=_wide(q, k, v), POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, SPLIT=bucket.split,
-                OWN_B=spec.own_b, OWN_H=spec.own_h, ADD=first_batch > 0, num_warps=warps,
+                OWN_B=spec.own_b, OWN_H=spec.own_h, ADD=first_batch > 0, **_threads(call, warps),
             )  # fmt: skip
     if parts:
         _sum_parts(spec, items, part_dq, dq)
@@ -442,7 +451,7 @@ def _by_sources(
             spec.width, spec.threshold, spec.keep_scale,
             D=d, DV=dv, BD=bd, BDV=bdv, BE=be, HB=hb, GROUP=spec.group, LOOP=loop, KIND=_kind(call),
             WIDE=_wide(q, k, v, dout), POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, SPLIT=bucket.split,
-            OWN_B=spec.own_b, OWN_H=spec.own_h, num_warps=warps,
+            OWN_B=spec.own_b, OWN_H=spec.own_h, **_threads(call, warps),
         )  # fmt: skip
     if parts:
         _sum_parts(spec, items, part_dk, dk)
@@ -472,7 +481,7 @@ def _runs_by_sources(
         s, t, heads, hn, call.lead[1], form.blocks, call.scale, spec.cap, _slope(call), spec.offset, spec.reach,
         spec.width, spec.threshold, spec.keep_scale,
         D=d, DV=dv, BD=bd, BDV=bdv, BT=bt, BS=plan.SOURCES, GROUP=spec.group, LOOP=loop, KIND=_kind(call),
-        POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, OWN_B=spec.own_b, OWN_H=spec.own_h, num_warps=warps,
+        POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, OWN_B=spec.own_b, OWN_H=spec.own_h, **_threads(call, warps),
     )  # fmt: skip
     return _ungroup(spec, dk), _ungroup(spec, dv_out)
 
@@ -527,11 +536,20 @@ def _precision(q: Tensor) -> str:
     return "tf32" if q.dtype != torch.float32 or allowed else "tf32x3"
 
 
-def tile_launch(kernel: str, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Warps and pipeline stages of a tile kernel."""
-    if dtype == torch.float32:
+def tile_launch(kernel: str, width: int, q: Tensor) -> dict[str, int]:
+    """Warps and pipeline stages of a tile kernel; one stage where a block has less shared memory than on an A100."""
+    if q.dtype == torch.float32:
         return {"num_warps": 8 if width <= 64 or kernel == "sources" else 4, "num_stages": 1}
-    return {"num_warps": 8, "num_stages": 3 if kernel == "forward" and width <= 64 else 2}
+    stages = 3 if kernel == "forward" and width <= 64 else 2
+    return {"num_warps": 8, "num_stages": stages if _shared_memory(q.device) >= 160 * 1024 else 1}
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes a block may have: 163 KiB on an A100, 227 on an H100, 99 on the GPUs of desktops."""
+    if device.type != "cuda":
+        return 163 * 1024
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 163 * 1024)
 
 
 def _tiles_forward(
@@ -552,7 +570,7 @@ def _tiles_forward(
         spec.keep_scale if call.dropout else 1.0,
         D=d, DV=dv, BD=bd, BDV=bdv, BM=bm, BN=bn, GROUP=spec.group, ENDS=form.ends, POS=spec.pos, CAP=spec.bends,
         DROP=call.dropout > 0, PAD=s % bn != 0, OWN_B=spec.own_b, OWN_H=spec.own_h, PRECISION=_precision(q),
-        **tile_launch("forward", max(bd, bdv), q.dtype),
+        **tile_launch("forward", max(bd, bdv), q),
     )  # fmt: skip
     return out, lse
 
@@ -580,7 +598,7 @@ def _tiles_backward(
             spec.threshold, spec.keep_scale,
             D=d, DV=dv, BD=bd, BDV=bdv, BM=bm, BN=bn, GROUP=spec.group, ENDS=form.ends, POS=spec.pos, CAP=spec.bends,
             DROP=call.dropout > 0, PAD=s % bn != 0, OWN_B=spec.own_b, OWN_H=spec.own_h, PRECISION=_precision(q),
-            **tile_launch("targets", max(bd, bdv), q.dtype),
+            **tile_launch("targets", max(bd, bdv), q),
         )  # fmt: skip
         dq = dq.to(q.dtype)
     if needs[1] or needs[2]:
@@ -598,7 +616,7 @@ def _tiles_backward(
             spec.threshold, spec.keep_scale,
             D=d, DV=dv, BD=bd, BDV=bdv, BM=bm, BN=bn, GROUP=spec.group, LOOP=loop, ENDS=form.ends, POS=spec.pos,
             CAP=spec.bends, DROP=call.dropout > 0, PAD=t % bm != 0, OWN_B=spec.own_b, OWN_H=spec.own_h,
-            PRECISION=_precision(q), **tile_launch("sources", max(bd, bdv), q.dtype),
+            PRECISION=_precision(q), **tile_launch("sources", max(bd, bdv), q),
         )  # fmt: skip
         dk, dv_out = _ungroup(spec, dk).to(k.dtype), _ungroup(spec, dv_out).to(v.dtype)
     return dq, dk, dv_out
