@@ -16,6 +16,7 @@ import os
 import torch
 from torch import Tensor
 
+from ...blocks import bounds
 from .. import gpu
 from ..call import Call, learnt
 from . import plan
@@ -92,7 +93,8 @@ def in_tiles(call: Call) -> bool:
     if call.position is not None and call.needs_grad and any(x is not None and x.requires_grad for x in learnt(call)):
         return False  # their gradient is summed per distance from a number per edge
     d, dv = call.q.shape[-1], call.v.shape[-1]
-    if max(d, dv) > 256 or min(d, dv) < 8:
+    widest = 128 if call.q.dtype == torch.float32 else 256  # beyond, even the smallest tile spills registers
+    if max(d, dv) > widest or min(d, dv) < 8:
         return False
     return plan.fill(call.graph, *tile_size(call)) >= FULL
 
@@ -101,24 +103,25 @@ def tile_size(call: Call, by_source: bool = False) -> tuple[int, int]:
     """Targets and sources of a tile: sizes that spill no register on compute capability 8.0 and 9.0."""
     if interpreted() and call.q.device.type == "cpu":
         return (32, 32) if by_source else (16, 32)
-    # each keeps another number alive for every pair of the tile
-    more = call.dropout > 0 or call.softcap is not None or call.position is not None
     width = max(call.q.shape[-1], call.v.shape[-1])
     sizes = _FLOAT32 if call.q.dtype == torch.float32 else _HALF
-    return sizes[64 if width <= 64 else 128 if width <= 128 else 256][more][by_source]
+    plain, bits, options = sizes[64 if width <= 64 else 128 if width <= 128 else 256]
+    # each option keeps another number alive for every pair of a tile, and so does looking up its bit
+    if call.dropout > 0 or call.softcap is not None or call.position is not None:
+        return options[by_source]
+    return plain[by_source] if bounds(call.graph, plan.ENDS) is not None else bits[by_source]
 
 
-# by width: (by target, by source) of plain calls, and of calls with options
+# by width: (by target, by source) of calls whose edges are told by bounds, by bits, and of those with options
 _HALF = {
-    64: (((128, 64), (64, 64)), ((128, 32), (32, 64))),
-    128: (((128, 64), (64, 64)), ((64, 32), (32, 32))),
-    256: (((64, 32), (64, 32)), ((32, 32), (32, 32))),
+    64: (((128, 64), (64, 64)), ((128, 64), (64, 64)), ((128, 32), (32, 64))),
+    128: (((128, 64), (64, 64)), ((64, 64), (64, 64)), ((64, 32), (32, 32))),
+    256: (((64, 32), (64, 32)), ((64, 32), (64, 32)), ((32, 32), (32, 32))),
 }
 # a product is three in TF32, whose operands are numbers taken apart
 _FLOAT32 = {
-    64: (((32, 32), (32, 32)), ((32, 32), (32, 32))),
-    128: (((16, 32), (32, 16)), ((16, 32), (16, 16))),
-    256: (((16, 32), (16, 16)), ((16, 32), (16, 16))),
+    64: (((32, 32), (32, 32)),) * 3,
+    128: (((16, 32), (32, 16)), ((16, 32), (32, 16)), ((16, 32), (16, 16))),
 }
 
 

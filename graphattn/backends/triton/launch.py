@@ -193,7 +193,7 @@ def _block(cap: int, width: int, crowded: bool) -> tuple[int, int]:
 
 
 def _threads(call: Call, warps: int) -> dict[str, int]:
-    """Warps of a kernel for rows, and what a thread may have of registers where options want more of them.
+    """Warps of a kernel, and what a thread may have of registers where options want more of them.
 
     Left to itself the assembler spills a few so that one more block fits on a multiprocessor.
     """
@@ -489,9 +489,6 @@ def _runs_by_sources(
 # ---------------------------------------------------------------------- denser graphs
 
 
-_ENDS = 4  # runs per target whose bounds are compared within a tile; above, bits are looked up
-
-
 _Size = tuple[int, int]
 
 
@@ -536,12 +533,12 @@ def _precision(q: Tensor) -> str:
     return "tf32" if q.dtype != torch.float32 or allowed else "tf32x3"
 
 
-def tile_launch(kernel: str, width: int, q: Tensor) -> dict[str, int]:
+def tile_launch(kernel: str, width: int, call: Call) -> dict[str, int]:
     """Warps and pipeline stages of a tile kernel; one stage where a block has less shared memory than on an A100."""
-    if q.dtype == torch.float32:
-        return {"num_warps": 8 if width <= 64 or kernel == "sources" else 4, "num_stages": 1}
+    if call.q.dtype == torch.float32:
+        return _threads(call, 8 if width <= 64 or kernel == "sources" else 4) | {"num_stages": 1}
     stages = 3 if kernel == "forward" and width <= 64 else 2
-    return {"num_warps": 8, "num_stages": stages if _shared_memory(q.device) >= 160 * 1024 else 1}
+    return _threads(call, 8) | {"num_stages": stages if _shared_memory(call.q.device) >= 160 * 1024 else 1}
 
 
 @functools.cache
@@ -557,7 +554,7 @@ def _tiles_forward(
 ) -> tuple[Tensor, Tensor]:
     call, (bm, bn) = spec.call, size
     (batch, heads, t, d), s, dv = q.shape, k.shape[2], v.shape[-1]
-    form = plan.tiles(call.graph, bm, bn, _ENDS)
+    form = plan.tiles(call.graph, bm, bn, plan.ENDS)
     out = _like_nodes(q, dv)
     lse = torch.empty(batch, heads, t, dtype=torch.float32, device=q.device)
     blocks = triton.cdiv(t, bm)
@@ -570,7 +567,7 @@ def _tiles_forward(
         spec.keep_scale if call.dropout else 1.0,
         D=d, DV=dv, BD=bd, BDV=bdv, BM=bm, BN=bn, GROUP=spec.group, ENDS=form.ends, POS=spec.pos, CAP=spec.bends,
         DROP=call.dropout > 0, PAD=s % bn != 0, OWN_B=spec.own_b, OWN_H=spec.own_h, PRECISION=_precision(q),
-        **tile_launch("forward", max(bd, bdv), q),
+        **tile_launch("forward", max(bd, bdv), call),
     )  # fmt: skip
     return out, lse
 
@@ -587,7 +584,7 @@ def _tiles_backward(
     dq = dk = dv_out = None
     if needs[0]:
         bm, bn = size
-        form = plan.tiles(call.graph, bm, bn, _ENDS)
+        form = plan.tiles(call.graph, bm, bn, plan.ENDS)
         dq = torch.empty(batch, heads, t, d, dtype=torch.float32, device=q.device)
         blocks = triton.cdiv(t, bm)
         launch(
@@ -598,12 +595,12 @@ def _tiles_backward(
             spec.threshold, spec.keep_scale,
             D=d, DV=dv, BD=bd, BDV=bdv, BM=bm, BN=bn, GROUP=spec.group, ENDS=form.ends, POS=spec.pos, CAP=spec.bends,
             DROP=call.dropout > 0, PAD=s % bn != 0, OWN_B=spec.own_b, OWN_H=spec.own_h, PRECISION=_precision(q),
-            **tile_launch("targets", max(bd, bdv), q),
+            **tile_launch("targets", max(bd, bdv), call),
         )  # fmt: skip
         dq = dq.to(q.dtype)
     if needs[1] or needs[2]:
         bm, bn = source_size
-        form = plan.tiles_by_source(call.graph, bm, bn, _ENDS)
+        form = plan.tiles_by_source(call.graph, bm, bn, plan.ENDS)
         hn, loop = _source_heads(spec)
         dk = torch.empty(batch, hn, s, d, dtype=torch.float32, device=q.device)
         dv_out = torch.empty(batch, hn, s, dv, dtype=torch.float32, device=q.device)
@@ -616,7 +613,7 @@ def _tiles_backward(
             spec.threshold, spec.keep_scale,
             D=d, DV=dv, BD=bd, BDV=bdv, BM=bm, BN=bn, GROUP=spec.group, LOOP=loop, ENDS=form.ends, POS=spec.pos,
             CAP=spec.bends, DROP=call.dropout > 0, PAD=t % bm != 0, OWN_B=spec.own_b, OWN_H=spec.own_h,
-            PRECISION=_precision(q), **tile_launch("sources", max(bd, bdv), q),
+            PRECISION=_precision(q), **tile_launch("sources", max(bd, bdv), call),
         )  # fmt: skip
         dk, dv_out = _ungroup(spec, dk).to(k.dtype), _ungroup(spec, dv_out).to(v.dtype)
     return dq, dk, dv_out
