@@ -115,8 +115,8 @@ def tile_size(call: Call, by_source: bool = False) -> tuple[int, int]:
 # by width: (by target, by source) of calls whose edges are told by bounds, by bits, and of those with options
 _HALF = {
     64: (((128, 64), (64, 64)), ((128, 64), (64, 64)), ((128, 32), (32, 64))),
-    128: (((128, 64), (64, 64)), ((64, 64), (64, 64)), ((64, 32), (32, 32))),
-    256: (((64, 32), (64, 32)), ((64, 32), (64, 32)), ((32, 32), (32, 32))),
+    128: (((128, 64), (64, 64)), ((64, 64), (32, 64)), ((64, 32), (32, 32))),
+    256: (((64, 32), (64, 32)), ((64, 32), (64, 32)), ((32, 32), (32, 16))),
 }
 # a product is three in TF32, whose operands are numbers taken apart
 _FLOAT32 = {
