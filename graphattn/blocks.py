@@ -118,7 +118,7 @@ def bounds(graph: Graph, most: int) -> tuple[Tensor, Tensor] | None:
 
 
 def tile_bits(graph: Graph, tiles: Tiling) -> Tensor:
-    """int32 `(tiles of some, bm, bn / 32)`: bit j % 32 of word j // 32 says whether the tile's j-th source is read.
+    """int32 `(tiles of some, bm, ceil(bn / 32))`: bit j % 32 of word j // 32: is the tile's j-th source read?
 
     Tiles are in edge order of `some`.  Costs the cells of those tiles, a few at a time.
     """
@@ -127,11 +127,12 @@ def tile_bits(graph: Graph, tiles: Tiling) -> Tensor:
 
 def _tile_bits(graph: Graph, tiles: Tiling) -> Tensor:
     some, bm, bn = tiles.some, tiles.bm, tiles.bn
-    device, nq, words = graph.device, tiles.some.t, tiles.bn // 32
+    device, nq, words = graph.device, tiles.some.t, -(-tiles.bn // 32)
     block, col = some.edges()
     out = torch.zeros(block.numel(), bm, words, dtype=torch.int32, device=device)
     points, width = graph._points(), graph.s + 1
-    power = torch.ones(32, dtype=torch.int64, device=device) << torch.arange(32, device=device)
+    each = bn // words  # bits of a word
+    power = torch.ones(each, dtype=torch.int64, device=device) << torch.arange(each, device=device)
     step = max(1, _CELLS // (bm * bn))
     for at in range(0, block.numel(), step):
         b, c = block[at : at + step, None], col[at : at + step, None]
@@ -154,6 +155,6 @@ def _tile_bits(graph: Graph, tiles: Tiling) -> Tensor:
         on = torch.cumsum(toggle, 1, dtype=torch.int64) % 2
         # the last tile's sources past the end
         on = on * (torch.arange(bn, device=device) < (high - low).reshape(-1, 1))
-        packed = (on.view(-1, bm, words, 32) * power).sum(-1)
+        packed = (on.view(-1, bm, words, each) * power).sum(-1)
         out[at : at + step] = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     return out

@@ -69,6 +69,7 @@ class TrainConfig:
 
     device: str = _option("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = _option("float32", "float32, or bfloat16 for autocast with float32 weights")
+    tf32: bool = _option(False, "on a GPU, matrix products of float32 numbers in TF32")
     compile: bool = _option(False, "torch.compile the model")
 
     def check(self) -> TrainConfig:
@@ -140,7 +141,7 @@ class TrainConfig:
 PRESETS: dict[str, dict[str, Any]] = {
     # nanoGPT's recipe for a laptop with twice its learning rate: 0.1 nats better after 2000 steps of tiny shakespeare
     "cpu": {},
-    # nanoGPT's config/train_shakespeare_char.py
+    # nanoGPT's config/train_shakespeare_char.py; the lecture's own: --schedule constant --lr 3e-4 --warmup 0
     "gpu": {
         "layers": 6,
         "heads": 6,
@@ -150,7 +151,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "steps": 5000,
         "lr": 1e-3,
         "dropout": 0.2,
+        "device": "cuda",
         "dtype": "bfloat16",
+        "tf32": True,
         "compile": True,
     },
 }

@@ -31,11 +31,13 @@ class World:
         """
         size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
         own = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        if own.type == "cuda":
+            torch.cuda.set_device(own)
         if size == 1:
             yield cls(0, 1, own)
             return
-        if own.type == "cuda":
-            torch.cuda.set_device(own)
+        if torch.device(device if device != "auto" else "cpu").index is not None:
+            raise ValueError(f"--device {device} is one GPU for {size} processes: give cuda, and each takes its own")
         distributed.init_process_group("nccl" if own.type == "cuda" else "gloo")
         try:
             yield cls(rank, size, own)
@@ -110,6 +112,9 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = local_rank if device.index is None else device.index
+        if count == 0:
+            why = "torch is a build without CUDA" if torch.version.cuda is None else "torch finds none"
+            raise ValueError(f"--device {name}: no CUDA device, {why}: give --device cpu to do without")
         if index >= count:
             raise ValueError(f"--device {name}: this machine has {count} CUDA devices")
         device = torch.device("cuda", index)

@@ -198,6 +198,7 @@ class _Trainer:
         self.device = world.device
         self.windows = Windows.split(vocabulary.encode(text).to(torch.int32), config.block, config.holdout)
         refuse_leak(config, graphs)
+        refuse_dtype(config, self.device)
         refuse_size(config, len(vocabulary), world)
         with _random_state(self.device):
             self.model = GPT(model_config(config, len(vocabulary)))
@@ -257,7 +258,7 @@ class _Trainer:
         final: float | None = None
         saved = self.step
         recent, held = None, ""  # what the bar shows: the running mean of the loss, the last evaluation
-        with self._bar(last) as bar, _random_state(self.device):
+        with self._bar(last) as bar, _random_state(self.device), float32_products(self.device, config.tf32):
             if run is not None:
                 run.reopen()
             while self.step < last:
@@ -357,7 +358,7 @@ class _Trainer:
         if config.loss_from:
             targets = targets.clone()
             targets[:, : config.loss_from] = -1
-        inputs, targets = (x.to(self.device, non_blocking=True) for x in (inputs, targets))
+        inputs, targets = sent(inputs, self.device), sent(targets, self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
             return model(inputs, self.here, targets, backend=config.backend)[1]
 
@@ -415,6 +416,28 @@ class _Trainer:
         return final
 
 
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """On the device; to a GPU from pinned memory, so that the host does not wait for the copy."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+@contextlib.contextmanager
+def float32_products(device: torch.device, tf32: bool) -> Iterator[None]:
+    """On a GPU, float32 matrix products in TF32 or exactly, as the run has it; then as before."""
+    if device.type != "cuda":
+        yield
+        return
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by the newer names, which this one does not read
+        before = "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def refuse_leak(config: TrainConfig, graphs: Sequence[Graph]) -> None:
     """Raise `LeakError`, naming a path, if a position whose prediction counts can read its own label."""
     if not graphs or len(graphs) > config.layers:
@@ -429,6 +452,16 @@ def refuse_leak(config: TrainConfig, graphs: Sequence[Graph]) -> None:
     leak = find_leak(cycle(graphs, config.layers), targets=torch.arange(config.block) >= config.loss_from)
     if leak is not None:
         raise LeakError(f"the graph leaks what is to be predicted: {leak}; --allow-leak trains on it all the same")
+
+
+def refuse_dtype(config: TrainConfig, device: torch.device) -> None:
+    """Raise ValueError for bfloat16 on a GPU that only imitates it."""
+    if config.dtype == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ValueError(
+            f"--dtype bfloat16 needs a GPU of compute capability 8.0 or later, {torch.cuda.get_device_name(device)} has "
+            f"{major}.{minor}: give --dtype float32"
+        )
 
 
 def refuse_size(config: TrainConfig, vocab: int, world: World) -> None:

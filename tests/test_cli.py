@@ -87,7 +87,7 @@ def test_precedence_of_preset_file_and_options() -> None:
     b = Run.open("b").config()
     assert (b.steps, b.lr, b.graph, b.allow_leak) == (2, 3e-3, ["full"], True)
     assert cli.main(["train", "--preset", "gpu", "--config", "c.json", "--out", "c", "--heads", "2", "--width", "8",
-                     "--dtype", "float32", "--no-compile", *tiny]) == 0  # fmt: skip
+                     "--dtype", "float32", "--no-compile", "--device", "cpu", *tiny]) == 0  # fmt: skip
     c = Run.open("c").config()
     assert (c.layers, c.dropout, c.compile, c.width, c.graph) == (6, 0.2, False, 8, ["window(2)"])
     # a run's own configuration starts the same run again

@@ -19,7 +19,7 @@ LAYERS = [
     "parse",
     "backends.numerics",
     "backends.call",
-    "backends.cost",
+    "backends.cost backends.gpu",
     "backends.reference backends.dense backends.sdpa backends.edges backends.csr backends.tiles backends.native "
     "backends.flex backends.triton backends.compiled",
     "backends.terms",

@@ -27,9 +27,12 @@ from graphattn.train import (
     TrainError,
     _Signals,
     _Trainer,
+    float32_products,
     learning_rate,
     make_optimizer,
+    refuse_dtype,
     resume,
+    sent,
     train,
 )
 
@@ -267,6 +270,77 @@ def test_presets_are_configurations() -> None:
     assert (cpu.layers, cpu.heads, cpu.width, cpu.block, cpu.batch, cpu.steps) == (4, 4, 128, 64, 12, 2000)
     assert (gpu.layers, gpu.heads, gpu.width, gpu.block, gpu.batch, gpu.steps) == (6, 6, 384, 256, 64, 5000)
     assert gpu.dropout == 0.2 and TrainConfig.from_dict(gpu.as_dict()) == gpu
+
+
+def test_the_preset_for_a_gpu_says_what_is_missing(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda: no CUDA device, .*: give --device cpu"):
+        train(tmp_path / "r", text=TEXT, **PRESETS["gpu"])
+    assert not (tmp_path / "r").exists()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    config = TrainConfig(**PRESETS["gpu"])
+    with pytest.raises(ValueError, match="--dtype bfloat16 needs .* Tesla T4 has 7.5: give --dtype float32"):
+        refuse_dtype(config, torch.device("cuda", 0))
+    refuse_dtype(config.replace(dtype="float32"), torch.device("cuda", 0))
+
+
+def test_the_recipe_and_the_lectures_rate_are_both_options() -> None:
+    recipe = TrainConfig(**PRESETS["gpu"])
+    rates = [learning_rate(recipe, s) for s in range(recipe.steps + 1)]
+    assert max(rates) == rates[recipe.warmup] == 1e-3 and rates[0] < 1e-4 and abs(rates[-1] - 1e-4) < 1e-9
+    lecture = recipe.replace(schedule="constant", lr=3e-4, warmup=0)
+    assert {learning_rate(lecture, s) for s in range(recipe.steps)} == {3e-4}
+
+
+def test_batches_reach_a_gpu_from_pinned_memory(monkeypatch) -> None:
+    said = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: said.append("pin") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **how: said.append((device, how)) or self)
+    x = torch.zeros(3)
+    sent(x, torch.device("cpu"))
+    sent(x, torch.device("cuda", 1))
+    assert said == [(torch.device("cpu"), {}), "pin", (torch.device("cuda", 1), {"non_blocking": True})]
+
+
+@pytest.mark.parametrize("before", ["highest", "high"])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_a_run_decides_about_tf32_and_leaves_it_as_it_was(before: str, tf32: bool) -> None:
+    usual = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(before)
+        for device in ("cpu", "cuda"):
+            with pytest.raises(KeyError), float32_products(torch.device(device), tf32):
+                inside = "high" if tf32 else "highest"
+                assert torch.get_float32_matmul_precision() == (before if device == "cpu" else inside)
+                raise KeyError
+            assert torch.get_float32_matmul_precision() == before
+    finally:
+        torch.set_float32_matmul_precision(usual)
+
+
+def test_processes_share_no_gpu(monkeypatch) -> None:
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    with distributed.World.join("cuda:1") as world:  # alone: kernels must start where the tensors are
+        assert world.device == torch.device("cuda", 1) and taken == [world.device]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with (
+        pytest.raises(ValueError, match="--device cuda:1 is one GPU for 2 processes"),
+        distributed.World.join("cuda:1"),
+    ):
+        raise AssertionError
+    groups = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", groups.append)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: groups.append("left"))
+    for device in ("auto", "cuda"):
+        with distributed.World.join(device) as world:
+            assert (world.rank, world.size, world.device) == (1, 2, torch.device("cuda", 1))
+    assert groups == ["nccl", "left"] * 2
 
 
 def test_every_kind_of_model_trains(tmp_path) -> None:

@@ -365,6 +365,14 @@ def test_tile_kernels(name: str, engine: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("name", ["bits, dropout", "graph per batch and head", "causal, groups"])
+def test_tile_kernels_with_half_a_word_of_bits(name: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, options = TILE_CASES[name]
+    monkeypatch.setattr(backend, "tile_size", lambda call, by_source=False: (32, 16) if by_source else (16, 32))
+    _agree(graph, **{"width": 16, "out_width": 8, **options})
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
 def test_sparse_kernels_never_touch_what_is_not_read_and_repeat_to_the_bit(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

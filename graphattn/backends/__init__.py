@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Graph
-from . import compiled, cost
+from . import compiled, cost, gpu
 from .call import Call, make_call
 from .numerics import merge_parts, transformed
 
@@ -194,7 +194,7 @@ def explain(
         elif not math.isfinite(seconds):
             why = "the definition, never chosen by itself"
         elif name not in able:
-            why = f"needs {_size(size)}, over the memory budget of {_size(memory_budget())}"
+            why = f"needs {_size(size)}, over the memory budget of {_size(memory_budget(q.device))}"
         elif best in able and seconds < able[best]:
             why = "passed over: a source that is not read by every target holds NaN or inf, which this backend spreads"
         else:
@@ -203,9 +203,10 @@ def explain(
     return Explanation(rows)
 
 
-def memory_budget() -> int:
-    """Bytes `auto` lets one call use for intermediate results: half of the physical memory."""
-    return _BUDGET
+def memory_budget(device: torch.device | str = "cpu") -> int:
+    """Bytes `auto` lets one call use for intermediate results: half of the physical memory, or of the GPU's."""
+    device = torch.device(device)
+    return gpu.memory(device) // 2 if device.type == "cuda" else _BUDGET
 
 
 def _physical_memory() -> int:
@@ -290,19 +291,28 @@ def _ranked(call: Call, quick: bool = False) -> list[tuple[float, str]]:
 def _rank(name: str, module: ModuleType, call: Call, found: list[tuple[float, str]]) -> None:
     if module.why_not(call) is None:
         seconds = _seconds(name, module, call)
-        if math.isfinite(seconds) and _memory(module, call) <= _BUDGET:
+        if math.isfinite(seconds) and _memory(module, call) <= memory_budget(call.q.device):
             found.append((seconds, name))
 
 
-def calibrate(seconds: float = 2.0) -> dict[str, float]:
+def calibrate(seconds: float = 2.0, device: torch.device | str = "cpu") -> dict[str, float]:
     """Measure this machine for `auto`, about `seconds` long, and keep the result in the user's cache folder.
 
-    Per backend, kind of graph and phase, the factor between measured and estimated time.  `auto` does this by itself
-    once, at the first call that takes long and whose choice is not clear; small calls never wait for it.
+    Per backend, kind of graph and phase, the factor between measured and estimated time.  On a CPU `auto` does this by
+    itself once, at the first call that takes long and whose choice is not clear; small calls never wait for it.  A GPU
+    (`device="cuda"`) is measured only when asked to, since its kernels are compiled first, for a minute or so.
+
+    Raises:
+        ValueError: a device other than a CPU or a CUDA device that is here.
     """
-    measured = ("dense", "sdpa", "csr", "tiles", "native")
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"calibrate measures a CPU or a CUDA device, got {device}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"calibrate can't measure {device}: this machine has no CUDA device")
+    measured = ("dense", "sdpa", "csr", "tiles") + (("flex", "triton") if device.type == "cuda" else ("native",))
     found = {name: module for name in measured if (module := _try_module(name)[0]) is not None}
-    return cost.calibrate(found, make_call, seconds=seconds)
+    return cost.calibrate(found, make_call, seconds=seconds, device=device)
 
 
 def _choose(call: Call) -> str:
@@ -322,7 +332,7 @@ def _choose(call: Call) -> str:
         if cost.worth_measuring(ranked, call):
             calibrate()
             ranked = _ranked(call, quick=True)
-        safe = next(name for _, name in ranked if name not in _SPREADS_NAN)
+        safe = next((name for _, name in ranked if name not in _SPREADS_NAN), ranked[0][1])
         plan = cache[key] = (ranked[0][1], safe)
     name, safe = plan
     if name in _SPREADS_NAN and name != safe and _hides_nonfinite(call):

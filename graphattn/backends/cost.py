@@ -38,9 +38,10 @@ CLOSE = 3.0
 # One noisy measurement must not turn a choice around for good.
 LEAST, MOST = 1 / 6, 6.0
 
-# by thread count: a file holds the factors of one
-_tables: dict[int, dict[str, float]] = {}
+# by thread count, or name of a GPU: a file holds the factors of one
+_tables: dict[int | str, dict[str, float]] = {}
 _busy = threading.Lock()
+_CPU = torch.device("cpu")
 
 
 # ---------------------------------------------------------------------- what auto asks
@@ -48,27 +49,33 @@ _busy = threading.Lock()
 
 def factor(backend: str, call: Call) -> float:
     """Measured over estimated seconds of this backend for such a call; 1 where nothing was measured."""
-    if call.q.device.type != "cpu":
+    if call.q.device.type not in ("cpu", "cuda"):
         return 1.0
-    return table().get(key(backend, call), 1.0)
+    return table(call.q.device).get(key(backend, call), 1.0)
 
 
-def table() -> dict[str, float]:
-    """The factors for the present thread count; read from the file once, empty if it is missing or broken."""
-    threads = torch.get_num_threads()
-    found = _tables.get(threads)
+def table(device: torch.device = _CPU) -> dict[str, float]:
+    """The factors for the present thread count, or of a GPU; read from the file once, empty if missing or broken."""
+    unit = _unit(device)
+    found = _tables.get(unit)
     if found is None:
         try:
-            found = _read(cache_file())
+            found = _read(cache_file(device))
         except RuntimeError:  # no home folder
             found = {}
-        _tables[threads] = found
+        _tables[unit] = found
     return found
 
 
+def _unit(device: torch.device) -> int | str:
+    """What factors belong to: a number of threads, or a model of GPU."""
+    return torch.get_num_threads() if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
 def key(backend: str, call: Call) -> str:
-    """What calibration tells apart: the backend, the kind of work, forward alone or with the gradient."""
-    return f"{backend} {kind(call)} {'both' if call.needs_grad else 'forward'}"
+    """What calibration tells apart: the backend, the kind of work, forward alone or with the gradient; 16 bits on GPUs."""
+    half = " half" if call.q.device.type == "cuda" and call.q.element_size() == 2 else ""
+    return f"{backend} {kind(call)} {'both' if call.needs_grad else 'forward'}{half}"
 
 
 def kind(call: Call) -> str:
@@ -93,15 +100,16 @@ def worth_measuring(ranked: list[tuple[float, str]], call: Call) -> bool:
 
 
 def calibrate(
-    backends: dict[str, Any], make: Callable[..., Call], *, seconds: float = 2.0, path: Path | None = None
-) -> dict[str, float]:
+    backends: dict[str, Any], make: Callable[..., Call], *, seconds: float = 2.0, path: Path | None = None,
+    device: torch.device = _CPU,
+) -> dict[str, float]:  # fmt: skip
     """Time each backend on a few small calls, keep the factors, and return them.
 
     Args:
         backends: name to module, those to measure.
         make: `call.make_call`, handed down.
         seconds: to spend, about.
-        path: file to write; default `cache_file()`.  A folder that can't be written to is no error: the factors then
+        path: file to write; default `cache_file(device)`.  A folder that can't be written to is no error: the factors then
             last as long as the process.
 
     Returns:
@@ -109,24 +117,29 @@ def calibrate(
     """
     with _busy:
         began, used = time.perf_counter(), time.process_time()
-        found = _measure(backends, make, seconds)
+        found = _measure(backends, make, seconds, device)
         idle = (time.process_time() - used) < 0.8 * (time.perf_counter() - began)
-        if idle:
+        if idle and device.type == "cpu":
             # other processes had the machine: what was measured is their doing, and a wrong factor would stay
             found = {}
-        _tables[torch.get_num_threads()] = found or {"": 1.0}
+        _tables[_unit(device)] = found or {"": 1.0}
     if found:
-        _write(path or cache_file(), found)
+        _write(path or cache_file(device), found)
     return found
 
 
-def _measure(backends: dict[str, Any], make: Callable[..., Call], seconds: float) -> dict[str, float]:
+def _measure(
+    backends: dict[str, Any], make: Callable[..., Call], seconds: float, device: torch.device
+) -> dict[str, float]:
     ratios: dict[str, float] = {}
-    probes = [(g, grad) for g in _graphs() for grad in (False, True)]
+    on_gpu = device.type == "cuda"
+    # a GPU needs more work than a CPU to be busy, and has two kinds of arithmetic
+    t, heads, dtypes = (4096, 8, (torch.bfloat16, torch.float32)) if on_gpu else (512, 4, (torch.float32,))
+    probes = [(g.to(device), grad, dtype) for g in _graphs(t) for grad in (False, True) for dtype in dtypes]
     # inputs of its own, so that torch's random state is left alone
     noise = torch.Generator().manual_seed(0)
-    for graph, needs_grad in probes:
-        q, k, v, go = (torch.randn(1, 4, graph.t, 64, generator=noise) for _ in range(4))
+    for graph, needs_grad, dtype in probes:
+        q, k, v, go = (torch.randn(1, heads, graph.t, 64, generator=noise).to(device, dtype) for _ in range(4))
         with torch.set_grad_enabled(needs_grad):
             for x in (q, k, v):
                 x.requires_grad_(needs_grad)
@@ -136,15 +149,14 @@ def _measure(backends: dict[str, Any], make: Callable[..., Call], seconds: float
             # what is far from being chosen needs no factor
             near = 30 * min(estimates.values())
             work = {n: functools.partial(_once, m, call, go) for n, m in able.items() if estimates[n] < near}
-            for name, took in _time(work, seconds / len(probes)).items():
+            for name, took in _time(work, seconds / len(probes), device).items():
                 ratio = took / estimates[name]
                 ratios[key(name, call)] = round(min(MOST, max(LEAST, ratio)), 4)
     return ratios
 
 
-def _graphs() -> list[Graph]:
+def _graphs(t: int = 512) -> list[Graph]:
     """One small graph of each kind."""
-    t = 512
     row = torch.arange(t)
     noise = torch.Generator().manual_seed(0)
     scattered = torch.randint(0, t, (t, 12), generator=noise)
@@ -163,16 +175,19 @@ def _once(module: Any, call: Call, go: Tensor) -> None:
         torch.autograd.grad(out, (call.q, call.k, call.v), go)
 
 
-def _time(work: Mapping[str, Callable[[], None]], seconds: float) -> dict[str, float]:
+def _time(work: Mapping[str, Callable[[], None]], seconds: float, device: torch.device = _CPU) -> dict[str, float]:
     """The best time of each, in turns, so that all meet the same machine."""
     best = dict.fromkeys(work, math.inf)
+    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     for f in work.values():
         f()
+    wait()
     end, turns = time.perf_counter() + seconds, 0
     while turns < 3 or (turns < 100 and time.perf_counter() < end):
         for name, f in work.items():
             began = time.perf_counter()
             f()
+            wait()
             best[name] = min(best[name], time.perf_counter() - began)
         turns += 1
     return best
@@ -192,9 +207,15 @@ def cache_folder() -> Path:
     return Path(base) / "graphattn"
 
 
-def cache_file() -> Path:
-    """The file of this machine, torch version and thread count."""
+def cache_file(device: torch.device = _CPU) -> Path:
+    """The file of this machine, torch version and thread count, or of this kind of GPU."""
+    if device.type != "cpu":
+        return _file(f"{VERSION} {torch.__version__} {_unit(device)}")
     name = f"{VERSION} {torch.__version__} {_cpu()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
+    return _file(name)
+
+
+def _file(name: str) -> Path:
     return cache_folder() / f"calibration-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
 
 

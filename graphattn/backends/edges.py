@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import gpu
 from .call import Call
 from .numerics import keep_edges
 
@@ -27,11 +28,22 @@ def memory(call: Call) -> int:
 
 def cost(call: Call) -> float:
     """Gathers and scatters one row of width D per edge, several times, mostly on one core."""
+    if call.q.device.type == "cuda":
+        return _cuda_cost(call)
     width = call.q.shape[-1] + call.v.shape[-1]
     passes = 3.5 if call.needs_grad else 1.0
     if call.edge_key is not None or call.score.name == "gatv2":
         passes *= 1.5
     return 75e-6 * passes + passes * call.edge_work * (12e-9 + width * 1.5e-9)
+
+
+def _cuda_cost(call: Call) -> float:
+    """A row per edge gathered, multiplied and added up by itself, each of them written and read again."""
+    width = call.q.shape[-1] + call.v.shape[-1]
+    more = 1.5 if call.edge_key is not None or call.score.name == "gatv2" else 1.0
+    messages = gpu.passes(call.edge_work * width, 4 * more, 8 * more, call)
+    numbers = gpu.passes(call.edge_work, 12, 12, call)
+    return gpu.launches(call, 25, 30) + gpu.gathered(call, call.edge_work, width, 4) + messages + numbers
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:

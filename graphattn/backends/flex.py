@@ -22,6 +22,7 @@ from torch import Tensor
 from ..blocks import bounds, tile_bits, tiling
 from ..graph import Graph
 from ..scores import Alibi
+from . import gpu
 from .call import Call
 
 BLOCK = 128
@@ -62,15 +63,16 @@ def why_not(call: Call) -> str | None:
 
 
 def cost(call: Call) -> float:
-    """On a GPU the tiles at half the matrix rate; on a CPU never by itself: the first call compiles for seconds."""
+    """On a GPU the pairs of tiles that hold an edge; on a CPU never by itself: the first call compiles for seconds."""
     if call.q.device.type != "cuda":
         return math.inf
     tiles = tiling(call.graph, BLOCK, BLOCK)
     cells = (tiles.some.num_edges + tiles.all.num_edges) * BLOCK * BLOCK
     cells *= (call.batch // max(call.lead[0], 1)) * (call.heads // max(call.lead[1], 1))
-    width = call.q.shape[-1] + call.v.shape[-1]
-    rate = 300e12 if call.q.dtype != torch.float32 else 30e12
-    return 150e-6 + cells * 2 * width / rate * (4.0 if call.needs_grad else 1.0)
+    # in float32 without the matrix units, unless torch was told that TF32 will do
+    peak = gpu.HALF if gpu.is_half(call) else gpu.FLOAT32
+    fixed = gpu.FLEX_CALL * (2 if call.needs_grad else 1)
+    return fixed + gpu.fused(call, cells, peak, gpu.FLEX, gpu.FLEX_BACK)
 
 
 def memory(call: Call) -> int:

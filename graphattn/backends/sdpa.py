@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..graph import Graph
+from . import gpu
 from .call import Call
 from .numerics import dense_mask, position_bias, scatter_edges
 
@@ -46,6 +47,8 @@ def memory(call: Call) -> int:
 
 def cost(call: Call) -> float:
     """Operations at the rate of a fused kernel, which skips hidden pairs of causal graphs only, by 512 columns."""
+    if call.q.device.type == "cuda":
+        return _cuda_cost(call)
     graph, threads = call.graph, torch.get_num_threads()
     rows = call.batch * call.heads * graph.t
     cells, each = rows * graph.s, 2 * (call.q.shape[-1] + call.v.shape[-1]) / 95e9
@@ -60,6 +63,30 @@ def cost(call: Call) -> float:
     if graph.is_causal():
         return fixed + work * (min(cells, rows * (graph.s / 2 + 256)) * each + rows * 5e-8)
     return 1.5 * fixed + work * (cells * (each + 0.7e-9) + rows * 5e-8)
+
+
+def _cuda_cost(call: Call) -> float:
+    """FlashAttention-2 on full and causal graphs in 16 bits; with a mask, or in float32, the kernels that are slower."""
+    graph = call.graph
+    rows = call.batch * call.heads * graph.t
+    pairs = float(rows * graph.s)
+    own = call.bias is not None or call.position is not None
+    if call.q.dtype == torch.float64:  # no fused kernel: the whole score matrix
+        work = gpu.fused(call, pairs, gpu.FLOAT64, 0.7, 0.7)
+        return gpu.launches(call, 8, 12) + work + gpu.passes(pairs, 6, 8, call)
+    # float32 products are three in TF32
+    peak, efficient = (gpu.HALF, gpu.EFFICIENT) if gpu.is_half(call) else (gpu.TF32 / 3, gpu.EFFICIENT_FLOAT32)
+    fixed = gpu.CALL * (3 if call.needs_grad else 1)
+    if not own and (graph.is_full() or graph.is_causal()):
+        if graph.is_causal():
+            pairs = min(pairs, rows * (graph.s / 2 + 64))
+        share = gpu.FLASH if gpu.is_half(call) and max(call.q.shape[-1], call.v.shape[-1]) <= 256 else efficient
+        return fixed + gpu.fused(call, pairs, peak, share, share * gpu.BACK)
+    # the mask becomes numbers, which every batch and head index reads
+    read = pairs * call.q.element_size() * (2 if call.needs_grad else 1) / gpu.COPY
+    made = gpu.passes(pairs, 4, 4, call) if own else gpu.passes(graph.rows * graph.s, 1, 0, call)
+    work = gpu.fused(call, pairs, peak, efficient, efficient * gpu.BACK)
+    return 2 * fixed + max(work, read) + made
 
 
 def attend(call: Call) -> tuple[Tensor, None]:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from ..graph import Graph
 from ..scores import Alibi
+from . import gpu
 from .call import Call
 from .numerics import keep_edges, transformed
 
@@ -102,6 +103,8 @@ def cost(call: Call) -> float:
     shape = outline(call.graph, pairs)
     if shape is None:
         return math.inf
+    if call.q.device.type == "cuda":
+        return _cuda_cost(call, pairs * shape.cells, max(shape.groups, pairs * shape.cells / CELLS))
     estimate = seconds(shape, pairs, call.q.shape[-1] + call.v.shape[-1], call.needs_grad)
     # each option is another few passes over the cells; hashing 64-bit integers is many
     extra = (call.score.name != "dot") + (call.softcap is not None) + (call.position is not None)
@@ -118,7 +121,16 @@ def _shared(call: Call) -> int:
 def floor(call: Call) -> float:
     """Never less than this, whatever the graph's shape: no hidden pair multiplied, one group."""
     pairs, edges = _shared(call), call.graph.num_edges
+    if call.q.device.type == "cuda":
+        return _cuda_cost(call, pairs * edges, max(1, pairs * edges / CELLS))
     return seconds(Outline(BLOCKS[0], edges, 1, edges, 2), pairs, call.q.shape[-1] + call.v.shape[-1], call.needs_grad)
+
+
+def _cuda_cost(call: Call, cells: float, chunks: float) -> float:
+    """Products at torch's own rate, passes over the cells, and for each chunk operations started one by one."""
+    options = (call.softcap is not None) + (call.position is not None) + (call.bias is not None) + (call.dropout > 0)
+    work = gpu.fused(call, cells, gpu.plain_peak(call), 0.5, 0.5) + gpu.passes(cells, 6 + 2 * options, 12, call)
+    return gpu.launches(call, 12 * chunks, 20 * chunks) + work
 
 
 # multiply-adds of a batched product and cells of a softmax per second and thread; seconds of a call, and of a chunk

@@ -16,6 +16,8 @@ import os
 import torch
 from torch import Tensor
 
+from ...blocks import bounds
+from .. import gpu
 from ..call import Call, learnt
 from . import plan
 
@@ -52,18 +54,20 @@ def interpreted() -> bool:
 
 
 def cost(call: Call) -> float:
-    """Bytes gathered per edge, or pairs of tiles at half the matrix rate; never by itself in the interpreter."""
+    """Rows gathered per edge, or pairs of the tiles that hold an edge; never by itself in the interpreter."""
     if call.q.device.type != "cuda":
         return math.inf
-    width = call.q.shape[-1] + call.v.shape[-1]
+    fixed = gpu.TRITON_CALL * (3 if call.needs_grad else 1)
     if in_tiles(call):
-        bm, bn = tile_size(call)
-        cells = call.edge_work / max(plan.fill(call.graph, bm, bn), 1e-9)
-        rate = 350e12 if call.q.dtype != torch.float32 else 25e12
-        return 40e-6 + cells * 2 * width / rate * (4.0 if call.needs_grad else 1.0)
-    size = call.q.element_size()
-    traffic = call.edge_work * (width * size + 4) + call.batch * call.heads * call.graph.t * width * size
-    return 60e-6 + traffic / 3e12 * (3.0 if call.needs_grad else 1.0)
+        cells = call.edge_work / max(plan.fill(call.graph, *tile_size(call)), 1e-9)
+        return fixed + gpu.fused(
+            call, cells, gpu.HALF if gpu.is_half(call) else gpu.TF32 / 3, gpu.TILES, gpu.TILES_BACK
+        )
+    width, size = call.q.shape[-1] + call.v.shape[-1], call.q.element_size()
+    own = call.batch * call.heads * call.graph.t * width
+    vectors = call.edge_work * width if call.edge_key is not None or call.edge_value is not None else 0
+    rest = gpu.passes(own, 1, 3, call) + gpu.passes(call.edge_work, 1, 3, call) + gpu.passes(vectors, 1, 3, call)
+    return fixed + gpu.gathered(call, call.edge_work, width, size) + rest
 
 
 def memory(call: Call) -> int:
@@ -89,23 +93,36 @@ def in_tiles(call: Call) -> bool:
     if call.position is not None and call.needs_grad and any(x is not None and x.requires_grad for x in learnt(call)):
         return False  # their gradient is summed per distance from a number per edge
     d, dv = call.q.shape[-1], call.v.shape[-1]
-    if max(d, dv) > 256 or min(d, dv) < 8:
+    widest = 128 if call.q.dtype == torch.float32 else 256  # beyond, even the smallest tile spills registers
+    if max(d, dv) > widest or min(d, dv) < 8:
         return False
     return plan.fill(call.graph, *tile_size(call)) >= FULL
 
 
 def tile_size(call: Call, by_source: bool = False) -> tuple[int, int]:
-    """Targets and sources of a tile: sizes that spill no register in 16 bits, and few in float32 wider than 64."""
+    """Targets and sources of a tile: sizes that spill no register on compute capability 8.0 and 9.0."""
     if interpreted() and call.q.device.type == "cpu":
         return (32, 32) if by_source else (16, 32)
     width = max(call.q.shape[-1], call.v.shape[-1])
-    if call.q.dtype == torch.float32:
-        return (32, 32) if width <= 64 or by_source else (16, 32)
-    if width > 128:
-        return 64, 32
-    if by_source:
-        return (32, 64) if call.dropout else (64, 64)
-    return 128, 64
+    sizes = _FLOAT32 if call.q.dtype == torch.float32 else _HALF
+    plain, bits, options = sizes[64 if width <= 64 else 128 if width <= 128 else 256]
+    # each option keeps another number alive for every pair of a tile, and so does looking up its bit
+    if call.dropout > 0 or call.softcap is not None or call.position is not None:
+        return options[by_source]
+    return plain[by_source] if bounds(call.graph, plan.ENDS) is not None else bits[by_source]
+
+
+# by width: (by target, by source) of calls whose edges are told by bounds, by bits, and of those with options
+_HALF = {
+    64: (((128, 64), (64, 64)), ((128, 64), (64, 64)), ((128, 32), (32, 64))),
+    128: (((128, 64), (64, 64)), ((64, 64), (32, 64)), ((64, 32), (32, 32))),
+    256: (((64, 32), (64, 32)), ((64, 32), (64, 32)), ((32, 32), (32, 16))),
+}
+# a product is three in TF32, whose operands are numbers taken apart
+_FLOAT32 = {
+    64: (((32, 32), (32, 32)),) * 3,
+    128: (((16, 32), (32, 16)), ((16, 32), (32, 16)), ((16, 32), (16, 16))),
+}
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:

@@ -77,6 +77,23 @@ def _position(values, head, away, reach, width, mask, POS: tl.constexpr):
 
 
 @triton.jit
+def _shaped(
+    s, bias, place, position, head, away, cap, reach, width, mask, CAP: tl.constexpr, POS: tl.constexpr
+):  # fmt: skip
+    """Scaled scores with softcap, the bias at `place` and that of the distance; and softcap's slope for the gradient."""
+    slack = s
+    if CAP:
+        bent = _tanh(s / cap)
+        s = cap * bent
+        slack = 1.0 - bent * bent
+    if bias is not None:
+        s += tl.load(bias + place, mask=mask, other=0.0).to(tl.float32)
+    if POS > 0:
+        s += _position(position, head, away, reach, width, mask, POS)
+    return s, slack
+
+
+@triton.jit
 def _where_am_i(item_row, T, H, HG, HB: tl.constexpr, OWN_B: tl.constexpr, OWN_H: tl.constexpr):
     """Of this program: node within its leading index, batch index, heads (HB), and its place beside shared axes."""
     row = tl.load(item_row + tl.program_id(0)).to(tl.int64)
@@ -150,13 +167,10 @@ def rows_forward(
                 extra = edge_key + edge[:, None, None] * ske + heads[None, :, None] * skeh + d[None, None, :]
                 key += tl.load(extra, mask=wmask & (d < D)[None, None, :], other=0.0).to(tl.float32)
             s = _raw_score(query, key, vec, slope, KIND) * scale
-            if CAP:
-                s = cap * _tanh(s / cap)
-            if bias is not None:
-                at_bias = bias + b * sbb + heads[None, :] * sbh + edge[:, None]
-                s += tl.load(at_bias, mask=mask, other=0.0).to(tl.float32)
-            if POS > 0:
-                s += _position(position, heads[None, :] * hmask, (j - i - offset)[:, None], reach, width, mask, POS)
+            s, _ = _shaped(
+                s, bias, b * sbb + heads[None, :] * sbh + edge[:, None], position, heads[None, :] * hmask,
+                (j - i - offset)[:, None], cap, reach, width, mask, CAP, POS,
+            )  # fmt: skip
             s = tl.where(mask, s, float("-inf"))
             peak = tl.maximum(m, s)
             base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -336,14 +350,10 @@ def rows_backward_targets(
                 extra = edge_key + edge[:, None, None] * ske + heads[None, :, None] * skeh + d[None, None, :]
                 key += tl.load(extra, mask=kmask, other=0.0).to(tl.float32)
             s = _raw_score(query, key, vec, slope, KIND) * scale
-            if CAP:
-                bent = _tanh(s / cap)
-                s = cap * bent
-            if bias is not None:
-                at_bias = bias + b * sbb + heads[None, :] * sbh + edge[:, None]
-                s += tl.load(at_bias, mask=mask, other=0.0).to(tl.float32)
-            if POS > 0:
-                s += _position(position, heads[None, :] * hmask, (j - i - offset)[:, None], reach, width, mask, POS)
+            s, slack = _shaped(
+                s, bias, b * sbb + heads[None, :] * sbh + edge[:, None], position, heads[None, :] * hmask,
+                (j - i - offset)[:, None], cap, reach, width, mask, CAP, POS,
+            )  # fmt: skip
             p = tl.where(mask, tl.exp(s - log), 0.0)
             value = tl.load(vbase + j[:, None, None] * svt, mask=vmask, other=0.0).to(tl.float32)
             if edge_value is not None:
@@ -369,7 +379,7 @@ def rows_backward_targets(
                     extra += tl.load(place, mask=vmask, other=0.0)
                 tl.store(place, extra, mask=vmask)
             if CAP:
-                ds = ds * (1.0 - bent * bent)
+                ds = ds * slack
             ds = (ds * scale)[:, :, None]
             if KIND == 0:
                 pull = ds * query
@@ -450,14 +460,10 @@ def rows_backward_sources(
                 extra = edge_key + edge[:, None, None] * ske + head3 * skeh + d[None, None, :]
                 this_key = this_key + tl.load(extra, mask=qmask, other=0.0).to(tl.float32)
             s = _raw_score(query, this_key, vec, slope, KIND) * scale
-            if CAP:
-                bent = _tanh(s / cap)
-                s = cap * bent
-            if bias is not None:
-                at_bias = bias + b * sbb + heads[None, :] * sbh + edge[:, None]
-                s += tl.load(at_bias, mask=mask, other=0.0).to(tl.float32)
-            if POS > 0:
-                s += _position(position, heads[None, :] * hmask, (j - i - offset)[:, None], reach, width, mask, POS)
+            s, slack = _shaped(
+                s, bias, b * sbb + heads[None, :] * sbh + edge[:, None], position, heads[None, :] * hmask,
+                (j - i - offset)[:, None], cap, reach, width, mask, CAP, POS,
+            )  # fmt: skip
             stat = (b * H + heads[None, :]) * T + i[:, None]
             p = tl.where(mask, tl.exp(s - tl.load(lse + stat, mask=mask, other=0.0)), 0.0)
             g = tl.load(
@@ -476,7 +482,7 @@ def rows_backward_sources(
             acc_v += weight[:, :, None] * g
             ds = tl.where(mask, p * (dp - tl.load(delta + stat, mask=mask, other=0.0)), 0.0)
             if CAP:
-                ds = ds * (1.0 - bent * bent)
+                ds = ds * slack
             ds = (ds * scale)[:, :, None]
             if KIND == 0:
                 acc_k += ds * query
@@ -548,13 +554,10 @@ def runs_backward_sources(
                 emask = mask[:, :, None] & (d < D)[None, None, :]
                 this_key = this_key + tl.load(extra, mask=emask, other=0.0).to(tl.float32)
             s = _raw_score(query, this_key, vec, slope, KIND) * scale
-            if CAP:
-                bent = _tanh(s / cap)
-                s = cap * bent
-            if bias is not None:
-                s += tl.load(bias + b * sbb + head * sbh + edge, mask=mask, other=0.0).to(tl.float32)
-            if POS > 0:
-                s += _position(position, head, j[None, :] - i[:, None] - offset, reach, width, mask, POS)
+            s, slack = _shaped(
+                s, bias, b * sbb + head * sbh + edge, position, head, j[None, :] - i[:, None] - offset, cap, reach,
+                width, mask, CAP, POS,
+            )  # fmt: skip
             stat = (b * H + head) * T + i
             log = tl.load(lse + stat, mask=live, other=0.0)
             p = tl.where(mask, tl.exp(s - log[:, None]), 0.0)
@@ -576,7 +579,7 @@ def runs_backward_sources(
             acc_v += tl.where(mask[:, :, None], weight[:, :, None] * g, 0.0)
             ds = p * (dp - tl.load(delta + stat, mask=live, other=0.0)[:, None])
             if CAP:
-                ds = ds * (1.0 - bent * bent)
+                ds = ds * slack
             ds = (ds * scale)[:, :, None]
             pull = ds * query if KIND == 0 else ds * vec * tl.where(query + this_key > 0, 1.0, slope)
             acc_k += tl.where(mask[:, :, None], pull, 0.0)
@@ -595,27 +598,15 @@ def _read(
     """Which pairs of broadcastable targets i and sources j of a tile are edges: by bounds, or by the tile's bits."""
     known = (i < T) & (j < S)
     if ENDS == 0:
-        word = bits + some_id.to(tl.int64) * (BM * (BN // 32)) + i % BM * (BN // 32) + j % BN // 32
-        return known & (((tl.load(word) >> (j % 32)) & 1) == 1)
+        WORDS: tl.constexpr = (BN + 31) // 32
+        word = bits + some_id.to(tl.int64) * (BM * WORDS) + i % BM * WORDS + j % BN // 32
+        return known & (((tl.load(word) >> (j % (32 if BN >= 32 else BN))) & 1) == 1)
     inside = known & (i < 0)
     for r in tl.static_range(ENDS):
         low = tl.load(start + (row0 + i) * ENDS + r, mask=i < T, other=0)
         high = tl.load(stop + (row0 + i) * ENDS + r, mask=i < T, other=0)
         inside = inside | ((j >= low) & (j < high))
     return known & inside
-
-
-@triton.jit
-def _shaped(s, position, head, i, j, cap, offset, reach, width, T, S, CAP: tl.constexpr, POS: tl.constexpr):
-    """Softcap and position bias of a tile of scaled scores, and 1 - tanh^2 for the gradient."""
-    slack = s
-    if CAP:
-        bent = _tanh(s / cap)
-        s = cap * bent
-        slack = 1.0 - bent * bent
-    if POS > 0:
-        s += _position(position, head, j - i - offset, reach, width, (i < T) & (j < S), POS)
-    return s, slack
 
 
 @triton.jit
@@ -672,7 +663,8 @@ def tiles_forward(
                     other=0.0,
                 )
                 s = tl.dot(query, key, input_precision=PRECISION) * scale
-                s, _ = _shaped(s, position, h, i[:, None], j[None, :], cap, offset, reach, width, T, S, CAP, POS)
+                away, known = j[None, :] - i[:, None] - offset, (i < T)[:, None] & (j < S)[None, :]
+                s, _ = _shaped(s, None, 0, position, h, away, cap, reach, width, known, CAP, POS)
                 if part == 1:
                     seen = _read(n + shift, start, stop, bits, i[:, None], j[None, :], lead * T, T, S, BM, BN, ENDS)
                     s = tl.where(seen, s, float("-inf"))
@@ -757,7 +749,8 @@ def tiles_backward_targets(
                     vbase + j64[None, :] * svt + dv[:, None], mask=jmask[None, :] & (dv < DV)[:, None], other=0.0
                 )
                 s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-                s, slack = _shaped(s, position, h, i[:, None], j[None, :], cap, offset, reach, width, T, S, CAP, POS)
+                away, known = j[None, :] - i[:, None] - offset, (i < T)[:, None] & (j < S)[None, :]
+                s, slack = _shaped(s, None, 0, position, h, away, cap, reach, width, known, CAP, POS)
                 p = tl.exp2(s * LOG2E - log[:, None])
                 if part == 1:
                     seen = _read(n + shift, start, stop, bits, i[:, None], j[None, :], lead * T, T, S, BM, BN, ENDS)
@@ -828,9 +821,8 @@ def tiles_backward_sources(
                         other=0.0,
                     )
                     s = tl.dot(key, query, input_precision=PRECISION) * scale
-                    s, slack = _shaped(
-                        s, position, h, i[None, :], j[:, None], cap, offset, reach, width, T, S, CAP, POS
-                    )
+                    away, known = j[:, None] - i[None, :] - offset, (i < T)[None, :] & (j < S)[:, None]
+                    s, slack = _shaped(s, None, 0, position, h, away, cap, reach, width, known, CAP, POS)
                     stat = (b * H + h) * T + i
                     log = tl.load(lse + stat, mask=imask, other=0.0)
                     log = tl.where(log == float("-inf"), 0.0, log) * LOG2E

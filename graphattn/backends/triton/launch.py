@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,15 @@ from ..call import Call
 from ..numerics import drop_threshold
 from . import kernels, plan
 
+OPTIONS = {"enable_fp_fusion": True}  # multiply and add in one instruction, which triton's default stops doing in 3.10
 _SUM = 1024  # numbers added one after another when gradients are summed by key
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """The one place kernels start from, so that a test can compile what would run."""
     if all(grid):
-        kernel[grid](*args, **meta)
+        with torch.cuda.device_of(args[0]):  # triton starts on the current device, wherever the tensors are
+            kernel[grid](*args, **meta, **OPTIONS)
 
 
 @dataclass(slots=True, eq=False)
@@ -179,10 +182,22 @@ def _heads_at_once(spec: _Spec, heads: int, *tensors: Tensor) -> int:
     return n
 
 
-def _block(cap: int, width: int, budget: int) -> tuple[int, int]:
-    """Edges at a time, and warps, for rows of `width` numbers: `budget` numbers in flight, at least 8 for a thread."""
-    be = max(1, min(cap, budget // width))
-    return be, 1 if be * width <= 256 else 2 if be * width <= 512 else 4
+def _block(cap: int, width: int, crowded: bool) -> tuple[int, int]:
+    """Edges at a time, and warps, for rows of `width` numbers.
+
+    A thread holds 8 numbers of each array of rows that is alive, 16 bytes where they have 16 bits.  Forward that is a
+    key, a value and a sum, so that it may hold up to 32; in a crowded kernel, backward or with vectors per edge, more.
+    """
+    be = max(1, min(cap, (2048 if crowded else 4096) // width))
+    return be, min(8 if crowded else 4, max(1, be * width // 256))
+
+
+def _threads(call: Call, warps: int) -> dict[str, int]:
+    """Warps of a kernel, and what a thread may have of registers where options want more of them.
+
+    Left to itself the assembler spills a few so that one more block fits on a multiprocessor.
+    """
+    return {"num_warps": warps} if call.plain else {"num_warps": warps, "maxnreg": 255}
 
 
 def _rows_forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -198,7 +213,7 @@ def _rows_forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor |
     hb = _heads_at_once(spec, heads, k, v)
     bd, bdv = _pow2(d), _pow2(dv)
     for bucket in items.buckets:
-        be, warps = _block(bucket.cap, hb * max(bd, bdv), 4096)
+        be, warps = _block(bucket.cap, hb * max(bd, bdv), crowded=edge_key is not None or edge_value is not None)
         part = slice(bucket.first, bucket.first + bucket.size)
         run = None if items.run is None else items.run[2 * part.start : 2 * part.stop]
         launch(
@@ -213,7 +228,7 @@ def _rows_forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor |
             spec.width, spec.threshold, spec.keep_scale if call.dropout else 1.0,
             D=d, DV=dv, BD=bd, BDV=bdv, BE=be, HB=hb, GROUP=spec.group, KIND=_kind(call), RUNS=form.walks_runs,
             WIDE=_wide(q, k, v), POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, SPLIT=bucket.split,
-            OWN_B=spec.own_b, OWN_H=spec.own_h, num_warps=warps,
+            OWN_B=spec.own_b, OWN_H=spec.own_h, **_threads(call, warps),
         )  # fmt: skip
     if parts:
         launch(
@@ -304,7 +319,7 @@ def _by_targets(
     alone = (need_ek or need_ev) and nb > 1
     for first_batch in range(nb if alone else 1):
         for bucket in items.buckets:
-            be, warps = _block(bucket.cap, hb * max(bd, bdv), 2048)
+            be, warps = _block(bucket.cap, hb * max(bd, bdv), crowded=True)
             part = slice(bucket.first, bucket.first + bucket.size)
             run = None if items.run is None else items.run[2 * part.start : 2 * part.stop]
             launch(
@@ -320,7 +335,7 @@ def _by_targets(
                 spec.keep_scale,
                 D=d, DV=dv, BD=bd, BDV=bdv, BE=be, HB=hb, GROUP=spec.group, KIND=_kind(call), RUNS=form.walks_runs,
                 WIDE=_wide(q, k, v), POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, SPLIT=bucket.split,
-                OWN_B=spec.own_b, OWN_H=spec.own_h, ADD=first_batch > 0, num_warps=warps,
+                OWN_B=spec.own_b, OWN_H=spec.own_h, ADD=first_batch > 0, **_threads(call, warps),
             )  # fmt: skip
     if parts:
         _sum_parts(spec, items, part_dq, dq)
@@ -423,7 +438,7 @@ def _by_sources(
     bd, bdv = _pow2(d), _pow2(dv)
     numbered = not (bias is None and edge_key is None and edge_value is None)
     for bucket in items.buckets:
-        be, warps = _block(bucket.cap, hb * max(bd, bdv), 2048)
+        be, warps = _block(bucket.cap, hb * max(bd, bdv), crowded=True)
         part = slice(bucket.first, bucket.first + bucket.size)
         launch(
             kernels.rows_backward_sources, (bucket.size, nh // hb, spec.nb),
@@ -436,7 +451,7 @@ def _by_sources(
             spec.width, spec.threshold, spec.keep_scale,
             D=d, DV=dv, BD=bd, BDV=bdv, BE=be, HB=hb, GROUP=spec.group, LOOP=loop, KIND=_kind(call),
             WIDE=_wide(q, k, v, dout), POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, SPLIT=bucket.split,
-            OWN_B=spec.own_b, OWN_H=spec.own_h, num_warps=warps,
+            OWN_B=spec.own_b, OWN_H=spec.own_h, **_threads(call, warps),
         )  # fmt: skip
     if parts:
         _sum_parts(spec, items, part_dk, dk)
@@ -455,7 +470,7 @@ def _runs_by_sources(
     dk = torch.empty(batch, hn, s, d, dtype=torch.float32, device=q.device)
     dv_out = torch.empty(batch, hn, s, dv, dtype=torch.float32, device=q.device)
     bd, bdv = _pow2(d), _pow2(dv)
-    bt = max(1, 2048 // (plan.SOURCES * max(bd, bdv)))
+    bt, warps = _block(plan.SOURCES, plan.SOURCES * max(bd, bdv), crowded=True)
     launch(
         kernels.runs_backward_sources, (form.ptr.numel() - 1, 1 if spec.own_h else hn, spec.nb),
         q, k, v, dout, lse, delta, dk, dv_out,
@@ -466,15 +481,12 @@ def _runs_by_sources(
         s, t, heads, hn, call.lead[1], form.blocks, call.scale, spec.cap, _slope(call), spec.offset, spec.reach,
         spec.width, spec.threshold, spec.keep_scale,
         D=d, DV=dv, BD=bd, BDV=bdv, BT=bt, BS=plan.SOURCES, GROUP=spec.group, LOOP=loop, KIND=_kind(call),
-        POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, OWN_B=spec.own_b, OWN_H=spec.own_h, num_warps=4,
+        POS=spec.pos, CAP=spec.bends, DROP=call.dropout > 0, OWN_B=spec.own_b, OWN_H=spec.own_h, **_threads(call, warps),
     )  # fmt: skip
     return _ungroup(spec, dk), _ungroup(spec, dv_out)
 
 
 # ---------------------------------------------------------------------- denser graphs
-
-
-_ENDS = 4  # runs per target whose bounds are compared within a tile; above, bits are looked up
 
 
 _Size = tuple[int, int]
@@ -515,14 +527,26 @@ class _Tiles(torch.autograd.Function):
 
 def _precision(q: Tensor) -> str:
     """Of float32 tiles: three products in TF32 that make up one in float32, or one if the user allows TF32."""
-    return "tf32" if q.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    matmul = torch.backends.cuda.matmul
+    # allow_tf32 can't be read once the newer name was set
+    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return "tf32" if q.dtype != torch.float32 or allowed else "tf32x3"
 
 
-def tile_launch(kernel: str, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Warps and pipeline stages of a tile kernel."""
-    if dtype == torch.float32:
-        return {"num_warps": 8 if width <= 64 or kernel == "sources" else 4, "num_stages": 1}
-    return {"num_warps": 8, "num_stages": 3 if kernel == "forward" and width <= 64 else 2}
+def tile_launch(kernel: str, width: int, call: Call) -> dict[str, int]:
+    """Warps and pipeline stages of a tile kernel; one stage where a block has less shared memory than on an A100."""
+    if call.q.dtype == torch.float32:
+        return _threads(call, 8 if width <= 64 or kernel == "sources" else 4) | {"num_stages": 1}
+    stages = 3 if kernel == "forward" and width <= 64 else 2
+    return _threads(call, 8) | {"num_stages": stages if _shared_memory(call.q.device) >= 160 * 1024 else 1}
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes a block may have: 163 KiB on an A100, 227 on an H100, 99 on the GPUs of desktops."""
+    if device.type != "cuda":
+        return 163 * 1024
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 163 * 1024)
 
 
 def _tiles_forward(
@@ -530,7 +554,7 @@ def _tiles_forward(
 ) -> tuple[Tensor, Tensor]:
     call, (bm, bn) = spec.call, size
     (batch, heads, t, d), s, dv = q.shape, k.shape[2], v.shape[-1]
-    form = plan.tiles(call.graph, bm, bn, _ENDS)
+    form = plan.tiles(call.graph, bm, bn, plan.ENDS)
     out = _like_nodes(q, dv)
     lse = torch.empty(batch, heads, t, dtype=torch.float32, device=q.device)
     blocks = triton.cdiv(t, bm)
@@ -543,7 +567,7 @@ def _tiles_forward(
         spec.keep_scale if call.dropout else 1.0,
         D=d, DV=dv, BD=bd, BDV=bdv, BM=bm, BN=bn, GROUP=spec.group, ENDS=form.ends, POS=spec.pos, CAP=spec.bends,
         DROP=call.dropout > 0, PAD=s % bn != 0, OWN_B=spec.own_b, OWN_H=spec.own_h, PRECISION=_precision(q),
-        **tile_launch("forward", max(bd, bdv), q.dtype),
+        **tile_launch("forward", max(bd, bdv), call),
     )  # fmt: skip
     return out, lse
 
@@ -560,7 +584,7 @@ def _tiles_backward(
     dq = dk = dv_out = None
     if needs[0]:
         bm, bn = size
-        form = plan.tiles(call.graph, bm, bn, _ENDS)
+        form = plan.tiles(call.graph, bm, bn, plan.ENDS)
         dq = torch.empty(batch, heads, t, d, dtype=torch.float32, device=q.device)
         blocks = triton.cdiv(t, bm)
         launch(
@@ -571,12 +595,12 @@ def _tiles_backward(
             spec.threshold, spec.keep_scale,
             D=d, DV=dv, BD=bd, BDV=bdv, BM=bm, BN=bn, GROUP=spec.group, ENDS=form.ends, POS=spec.pos, CAP=spec.bends,
             DROP=call.dropout > 0, PAD=s % bn != 0, OWN_B=spec.own_b, OWN_H=spec.own_h, PRECISION=_precision(q),
-            **tile_launch("targets", max(bd, bdv), q.dtype),
+            **tile_launch("targets", max(bd, bdv), call),
         )  # fmt: skip
         dq = dq.to(q.dtype)
     if needs[1] or needs[2]:
         bm, bn = source_size
-        form = plan.tiles_by_source(call.graph, bm, bn, _ENDS)
+        form = plan.tiles_by_source(call.graph, bm, bn, plan.ENDS)
         hn, loop = _source_heads(spec)
         dk = torch.empty(batch, hn, s, d, dtype=torch.float32, device=q.device)
         dv_out = torch.empty(batch, hn, s, dv, dtype=torch.float32, device=q.device)
@@ -589,7 +613,7 @@ def _tiles_backward(
             spec.threshold, spec.keep_scale,
             D=d, DV=dv, BD=bd, BDV=bdv, BM=bm, BN=bn, GROUP=spec.group, LOOP=loop, ENDS=form.ends, POS=spec.pos,
             CAP=spec.bends, DROP=call.dropout > 0, PAD=t % bm != 0, OWN_B=spec.own_b, OWN_H=spec.own_h,
-            PRECISION=_precision(q), **tile_launch("sources", max(bd, bdv), q.dtype),
+            PRECISION=_precision(q), **tile_launch("sources", max(bd, bdv), call),
         )  # fmt: skip
         dk, dv_out = _ungroup(spec, dk).to(k.dtype), _ungroup(spec, dv_out).to(v.dtype)
     return dq, dk, dv_out

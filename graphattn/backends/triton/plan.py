@@ -15,6 +15,7 @@ from ...graph import Graph
 
 CHUNK = 1024  # edges; a target or source with more is split, and its parts merged
 LONG_RUN = 16  # mean sources per run from which runs are walked instead of a list of columns
+ENDS = 4  # runs per target whose bounds are compared within a tile; above, bits are looked up
 SOURCES = 16  # sources that one program of runs_backward_sources owns
 _CAPS = (4, 16, 64)  # degrees up to which a bucket's kernels are made for so many edges at a time
 
