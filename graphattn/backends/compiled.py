@@ -58,7 +58,7 @@ def attend(
         runs = [graph.indptr, graph.start, graph.stop]  # a handle means nothing in another process
     seed_number = seed if isinstance(seed, int) else 0
     seed_tensor = seed if isinstance(seed, Tensor) else None
-    out, lse, _, _ = torch.ops.graphattn.attend(
+    out, lse, _, _ = torch.ops.graphattn.attention(
         q, k, v, graph.handle, runs, [*graph.lead, graph.t, graph.s], scale, name, slope, vector, bias, place, offset,
         table, edge_key, edge_value, softcap, dropout, seed_number, seed_tensor, seed is not None, want_lse, backend,
     )  # fmt: skip
@@ -70,11 +70,12 @@ _SCHEMA = (
     "Tensor? vector, Tensor? bias, str place, SymInt offset, Tensor? table, Tensor? edge_key, Tensor? edge_value, "
     "float? softcap, float dropout, SymInt seed, Tensor? seed_tensor, bool seeded, bool want_lse, str backend)"
 )
+# Inductor keeps compiled code on disk by the names of operators: another schema or shape of outputs is another name.
 _LIB = torch.library.Library("graphattn", "DEF")
 # out; lse if it is wanted; the seed used, and 1 if what follows holds anything; lse for the backward pass
-_LIB.define(f"attend{_SCHEMA} -> (Tensor, Tensor, Tensor, Tensor)", tags=(torch.Tag.needs_exact_strides,))
+_LIB.define(f"attention{_SCHEMA} -> (Tensor, Tensor, Tensor, Tensor)", tags=(torch.Tag.needs_exact_strides,))
 _LIB.define(
-    f"attend_backward(Tensor dout, Tensor dlse, Tensor out, Tensor used, Tensor kept, {_SCHEMA[1:]} -> Tensor[]"
+    f"attention_backward(Tensor dout, Tensor dlse, Tensor out, Tensor used, Tensor kept, {_SCHEMA[1:]} -> Tensor[]"
 )
 # positions of the tensors that may need a gradient, in the schema
 _LEARNT = {"q": 0, "k": 1, "v": 2, "vector": 9, "bias": 10, "table": 13, "edge_key": 14, "edge_value": 15}
@@ -204,7 +205,7 @@ def _autograd(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Tensor | N
     for i, x in zip(ctx.where, tensors, strict=True):
         args[i] = x
     args[4] = runs
-    found = torch.ops.graphattn.attend_backward(dout, dlse, out, used, kept, *args)
+    found = torch.ops.graphattn.attention_backward(dout, dlse, out, used, kept, *args)
     grads: list[Any] = [None] * len(args)
     for at, g in zip(_LEARNT.values(), found, strict=True):
         if args[at] is not None and ctx.needs_input_grad[at]:
@@ -214,8 +215,8 @@ def _autograd(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Tensor | N
 
 
 for _device in ("CPU", "CUDA"):
-    _LIB.impl("attend", _forward, _device)
-    _LIB.impl("attend_backward", _backward, _device)
-torch.library.register_fake("graphattn::attend", _fake_forward, lib=_LIB)
-torch.library.register_fake("graphattn::attend_backward", _fake_backward, lib=_LIB)
-torch.library.register_autograd("graphattn::attend", _autograd, setup_context=_setup, lib=_LIB)
+    _LIB.impl("attention", _forward, _device)
+    _LIB.impl("attention_backward", _backward, _device)
+torch.library.register_fake("graphattn::attention", _fake_forward, lib=_LIB)
+torch.library.register_fake("graphattn::attention_backward", _fake_backward, lib=_LIB)
+torch.library.register_autograd("graphattn::attention", _autograd, setup_context=_setup, lib=_LIB)
