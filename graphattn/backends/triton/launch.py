@@ -193,11 +193,12 @@ def _block(cap: int, width: int, crowded: bool) -> tuple[int, int]:
 
 
 def _threads(call: Call, warps: int) -> dict[str, int]:
-    """Warps of a kernel, and what a thread may have of registers where options want more of them.
+    """Warps of a kernel, and what a thread may have of registers where options or float32 want more of them.
 
     Left to itself the assembler spills a few so that one more block fits on a multiprocessor.
     """
-    return {"num_warps": warps} if call.plain else {"num_warps": warps, "maxnreg": 255}
+    few = call.plain and call.q.dtype != torch.float32
+    return {"num_warps": warps} if few else {"num_warps": warps, "maxnreg": 255}
 
 
 def _rows_forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor | None) -> tuple[Tensor, Tensor]:
