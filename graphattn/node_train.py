@@ -25,7 +25,7 @@ from .results import read_runs, write_runs
 class Recipe:
     """A model and how it is trained.  The defaults are GAT's published settings for Cora and CiteSeer.
 
-    block ... residual: see `NodeClassifier`.  loops: add self-loops.  normalize: feature rows sum to 1.
+    block ... teleport: see `NodeClassifier`.  loops: add self-loops.  normalize: feature rows sum to 1.
     epochs, patience: stop after `epochs`, or `patience` epochs without a better validation loss or metric.
     select: "both" keeps the epoch at which loss and metric were best together (as GAT does), "metric" that of the best
     metric, then the least loss.  consistency: weight of the term that pulls two dropout samples of every node to their
@@ -42,6 +42,8 @@ class Recipe:
     edge_dropout: float = 0.6
     value_dropout: float = 0.0
     residual: bool = False
+    hops: int = 1
+    teleport: float = 0.1
     loops: bool = True
     normalize: bool = True
     lr: float = 0.005
@@ -56,7 +58,7 @@ class Recipe:
         return NodeClassifier(
             data.x.shape[1], data.classes, block=self.block, score=self.score, layers=self.layers, heads=self.heads,
             head_dim=self.head_dim, out_heads=self.out_heads, dropout=self.dropout, edge_dropout=self.edge_dropout,
-            value_dropout=self.value_dropout, residual=self.residual,
+            value_dropout=self.value_dropout, residual=self.residual, hops=self.hops, teleport=self.teleport,
         )  # fmt: skip
 
 
@@ -295,7 +297,7 @@ def nodes(
     say = (lambda *_: None) if quiet else (lambda *words: print(*words, flush=True))
     say(data)
     file = Path(out) / f"{data.name}-{recipe}.json"
-    found = read_runs(file, asdict(chosen))
+    found = read_runs(file, asdict(chosen), asdict(Recipe()))
     pairs = [(split, first_seed + k) for split in range(splits) for k in range(seeds)]
     first = None
     for split, seed in pairs:
