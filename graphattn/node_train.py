@@ -25,8 +25,10 @@ from .results import read_runs, write_runs
 class Recipe:
     """A model and how it is trained.  The defaults are GAT's published settings for Cora and CiteSeer.
 
-    block ... teleport: see `NodeClassifier`.  loops: add self-loops.  normalize: feature rows sum to 1.
+    block ... degree: see `NodeClassifier`.  loops: add self-loops.  normalize: feature rows sum to 1.
     epochs, patience: stop after `epochs`, or `patience` epochs without a better validation loss or metric.
+    every: validate after every so many epochs.  cycle: the rate rises to lr and falls to 0 within `epochs`, once (Smith
+    and Topin 2018), else it is constant.
     select: "both" keeps the epoch at which loss and metric were best together (as GAT does), "metric" that of the best
     metric, then the least loss.  consistency: weight of the term that pulls two dropout samples of every node to their
     sharpened mean (`temperature`), the graph-free half of GRAND (Feng et al. 2020), 0 to leave it out.
@@ -44,12 +46,15 @@ class Recipe:
     residual: bool = False
     hops: int = 1
     teleport: float = 0.1
+    degree: bool = False
     loops: bool = True
     normalize: bool = True
     lr: float = 0.005
     weight_decay: float = 5e-4
     epochs: int = 1000
     patience: int = 100
+    every: int = 1
+    cycle: bool = False
     select: str = "both"
     consistency: float = 0.0
     temperature: float = 0.5
@@ -59,6 +64,7 @@ class Recipe:
             data.x.shape[1], data.classes, block=self.block, score=self.score, layers=self.layers, heads=self.heads,
             head_dim=self.head_dim, out_heads=self.out_heads, dropout=self.dropout, edge_dropout=self.edge_dropout,
             value_dropout=self.value_dropout, residual=self.residual, hops=self.hops, teleport=self.teleport,
+            degree=self.degree,
         )  # fmt: skip
 
 
@@ -156,6 +162,9 @@ def fit(
     optimizer = torch.optim.Adam(groups) if recipe.block == "gat" else torch.optim.AdamW(groups)
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr
+    rate = None
+    if recipe.cycle:
+        rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, recipe.epochs, cycle_momentum=False)
     train, val, test = (m[split].nonzero().squeeze(1) for m in (data.train, data.val, data.test))
     best_metric, best_loss, kept, kept_epoch, waited = -math.inf, math.inf, None, 0, 0
     epoch = 0
@@ -167,7 +176,9 @@ def fit(
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        if not val.numel():
+        if rate is not None:
+            rate.step()
+        if not val.numel() or epoch % recipe.every and epoch < recipe.epochs:
             continue
         out = predict(model, x, graph, backend)[val]
         val_loss, val_metric = float(F.cross_entropy(out, data.y[val])), metric(data.metric, out, data.y[val])
@@ -183,7 +194,7 @@ def fit(
                 best_metric, best_loss = val_metric, val_loss
         if better:
             kept, kept_epoch = copy.deepcopy(model.state_dict()), epoch
-        waited = 0 if moved else waited + 1
+        waited = 0 if moved else waited + recipe.every
         if waited >= recipe.patience:
             break
     if kept is not None:

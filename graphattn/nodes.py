@@ -166,6 +166,7 @@ class NodeClassifier(nn.Module):
         dropout: on the features that enter each layer; edge_dropout: on edges; value_dropout: on values (gat alone).
         residual: GAT layers add a projection of their input.
         hops, teleport: of the last GAT layer, see `GATLayer`: classes are passed on along paths of that length.
+        degree: transformer blocks also read how many neighbours there are, see `GraphBlock`.
         edge_dim: width of edge features.
     """
 
@@ -173,7 +174,7 @@ class NodeClassifier(nn.Module):
         self, features: int, classes: int, *, block: str = "gat", layers: int = 2, heads: int = 8, head_dim: int = 8,
         out_heads: int = 1, score: str | None = None, dropout: float = 0.6, edge_dropout: float = 0.6,
         value_dropout: float = 0.0, slope: float = 0.2, residual: bool = False, hops: int = 1, teleport: float = 0.1,
-        edge_dim: int | None = None,
+        degree: bool = False, edge_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if block not in BLOCKS:
@@ -214,7 +215,10 @@ class NodeClassifier(nn.Module):
         else:
             self.enter = Projection(features, width)
             self.layers = nn.ModuleList(
-                GraphBlock(width, heads, score=score, dropout=dropout, edge_dropout=edge_dropout, edge_dim=edge_dim)
+                GraphBlock(
+                    width, heads, score=score, dropout=dropout, edge_dropout=edge_dropout, edge_dim=edge_dim,
+                    degree=degree,
+                )  # fmt: skip
                 for _ in range(layers)
             )
             self.leave = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))

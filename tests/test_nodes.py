@@ -382,6 +382,38 @@ def test_weights_kept_are_those_validation_chose(monkeypatch):
     assert real("accuracy", out[data.test[0]], data.y[data.test[0]]) == run.test
 
 
+def test_validates_every_so_many_epochs(monkeypatch):
+    data, calls = two_blocks(), []
+    real = metric
+    monkeypatch.setattr(node_train, "metric", lambda kind, out, y: calls.append(y.numel()) or real(kind, out, y))
+    run = fit(data, Recipe(epochs=32, every=5, patience=1000))
+    assert calls.count(int(data.val[0].sum())) == 6 + 1 + 1  # after 5, 10, .. 30 and the last, and of what was kept
+    assert run.epoch in (5, 10, 15, 20, 25, 30, 32)
+    assert fit(data, Recipe(epochs=400, every=5, patience=10)).epochs % 5 == 0
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 20])
+def test_a_cycle_ends_at_rest(monkeypatch, epochs):
+    """The rate rises to the recipe's and falls to nearly nothing."""
+    rates = []
+    real = torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda o, *a: rates.append(o.param_groups[0]["lr"]) or real(o, *a))
+    fit(two_blocks(), Recipe(epochs=epochs, cycle=True, lr=0.02))
+    assert len(rates) == epochs
+    if epochs > 2:
+        assert rates[0] < 0.002 and 0.019 < max(rates) <= 0.02 and rates[-1] < 0.001
+        assert rates.index(max(rates)) < epochs / 2
+
+
+def test_degree_tells_stars_apart():
+    """The mean of equal neighbours is the same for two as for five; with degree the model sees how many."""
+    star = ga.from_edge_index(torch.tensor([[1, 2, 3, 4, 5, 6, 7], [0, 0, 8, 8, 8, 8, 8]]), 9)
+    x = torch.ones(9, 7)
+    blind, seeing = (NodeClassifier(7, 3, block="transformer", degree=on).eval() for on in (False, True))
+    torch.testing.assert_close(blind(x, star)[0], blind(x, star)[8])
+    assert not torch.allclose(seeing(x, star)[0], seeing(x, star)[8], atol=1e-3)
+
+
 def test_labels_outside_training_do_not_reach_the_model():
     """Wrong labels on test nodes change the figure, never the weights; no validation: nothing to choose by."""
     data = two_blocks()
