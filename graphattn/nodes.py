@@ -214,12 +214,9 @@ class NodeClassifier(nn.Module):
             self.layers = nn.ModuleList(made)
         else:
             self.enter = Projection(features, width)
+            drops = {"dropout": dropout, "edge_dropout": edge_dropout}
             self.layers = nn.ModuleList(
-                GraphBlock(
-                    width, heads, score=score, dropout=dropout, edge_dropout=edge_dropout, edge_dim=edge_dim,
-                    degree=degree,
-                )  # fmt: skip
-                for _ in range(layers)
+                GraphBlock(width, heads, score=score, edge_dim=edge_dim, degree=degree, **drops) for _ in range(layers)
             )
             self.leave = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
 
