@@ -214,10 +214,12 @@ class NodeClassifier(nn.Module):
             self.layers = nn.ModuleList(made)
         else:
             self.enter = Projection(features, width)
-            drops = {"dropout": dropout, "edge_dropout": edge_dropout}
-            self.layers = nn.ModuleList(
-                GraphBlock(width, heads, score=score, edge_dim=edge_dim, degree=degree, **drops) for _ in range(layers)
-            )
+            blocks = (
+                GraphBlock(width, heads, score=score, dropout=dropout, edge_dropout=edge_dropout, edge_dim=edge_dim,
+                           degree=degree)
+                for _ in range(layers)
+            )  # fmt: skip
+            self.layers = nn.ModuleList(blocks)
             self.leave = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
 
     def forward(self, x: Features, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
