@@ -32,15 +32,21 @@ class GATLayer(nn.Module):
         dropout: probability of dropping an edge; value_dropout: an entry of the values, as in the authors' code.
         edge_dim: width of edge features, which enter the score before its nonlinearity ("dot": keys and values).
         residual: a learned projection of the features is added.
+        hops, teleport: the attention is applied `hops` times, each time keeping a share `teleport` of the values
+            (attention diffusion, Wang et al. 2021, equation 6); one hop is GAT.
     """
 
     def __init__(
         self, dim: int, head_dim: int, heads: int = 1, *, concat: bool = True, score: str = "additive",
         dropout: float = 0.0, value_dropout: float = 0.0, slope: float = 0.2, edge_dim: int | None = None,
-        residual: bool = False,
+        residual: bool = False, hops: int = 1, teleport: float = 0.1,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.value_dropout = value_dropout
+        if hops < 1:
+            raise ValueError(f"hops must be at least 1, got {hops}")
+        if not 0 <= teleport < 1:
+            raise ValueError(f"teleport must be in [0, 1), got {teleport}")
+        self.value_dropout, self.hops, self.teleport = value_dropout, hops, teleport
         self.head = _projected(Head(dim, head_dim, heads, score=score, dropout=dropout, slope=slope))
         self.concat = concat
         width = heads * head_dim if concat else head_dim
@@ -55,7 +61,15 @@ class GATLayer(nn.Module):
         # the head's projections take sparse features too
         given = cast(Tensor, x)
         queries, keys, values = self.head.project(given)
-        out = self.head.attend(queries, keys, drop(values, self.value_dropout, self.training), graph, **options)
+        values = drop(values, self.value_dropout, self.training)  # (..., heads, N, head_dim)
+        out = self.head.attend(queries, keys, values, graph, **options)  # (..., N, heads * head_dim)
+        if self.hops > 1:
+            own = self.teleport * values.transpose(-3, -2).flatten(-2)
+            out = (1 - self.teleport) * out + own
+            for hop in range(1, self.hops):
+                far = out.unflatten(-1, (self.head.heads, self.head.head_dim)).transpose(-3, -2)
+                mine = later(options, hop)
+                out = (1 - self.teleport) * self.head.attend(queries, keys, far, graph, **mine) + own
         if not self.concat:
             out = out.unflatten(-1, (self.head.heads, self.head.head_dim)).mean(-2)
         out = out + self.bias
@@ -150,13 +164,16 @@ class NodeClassifier(nn.Module):
         score: "additive", "gatv2" or "dot"; by default "additive" for gat and "dot" for transformer.
         dropout: on the features that enter each layer; edge_dropout: on edges; value_dropout: on values (gat alone).
         residual: GAT layers add a projection of their input.
+        hops, teleport: of the last GAT layer, see `GATLayer`: classes are passed on along paths of that length.
+        degree: transformer blocks also read how many neighbours there are, see `GraphBlock`.
         edge_dim: width of edge features.
     """
 
     def __init__(
         self, features: int, classes: int, *, block: str = "gat", layers: int = 2, heads: int = 8, head_dim: int = 8,
         out_heads: int = 1, score: str | None = None, dropout: float = 0.6, edge_dropout: float = 0.6,
-        value_dropout: float = 0.0, slope: float = 0.2, residual: bool = False, edge_dim: int | None = None,
+        value_dropout: float = 0.0, slope: float = 0.2, residual: bool = False, hops: int = 1, teleport: float = 0.1,
+        degree: bool = False, edge_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if block not in BLOCKS:
@@ -189,15 +206,19 @@ class NodeClassifier(nn.Module):
                         slope=slope,
                         edge_dim=edge_dim,
                         residual=residual,
+                        hops=hops if last else 1,
+                        teleport=teleport,
                     )  # fmt: skip
                 )
             self.layers = nn.ModuleList(made)
         else:
             self.enter = Projection(features, width)
-            self.layers = nn.ModuleList(
-                GraphBlock(width, heads, score=score, dropout=dropout, edge_dropout=edge_dropout, edge_dim=edge_dim)
+            blocks = (
+                GraphBlock(width, heads, score=score, dropout=dropout, edge_dropout=edge_dropout, edge_dim=edge_dim,
+                           degree=degree)
                 for _ in range(layers)
-            )
+            )  # fmt: skip
+            self.layers = nn.ModuleList(blocks)
             self.leave = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
 
     def forward(self, x: Features, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
@@ -235,17 +256,21 @@ class NodeClassifier(nn.Module):
         layers: Any = self.layers
         if x.shape[-1] != self.features:
             raise ValueError(f"x has {x.shape[-1]} features, this model was built for {self.features}")
-        seed = options.get("seed")
         if self.block == "transformer":
             x = drop(F.gelu(self.enter(x)), self.dropout, self.training)
         for n, layer in enumerate(layers):
-            # each layer drops edges of its own
-            mine = options if seed is None else options | {"seed": (seed + n * 0x9E3779B97F4A7C15) % 2**63}
+            mine = later(options, n, 0x9E3779B97F4A7C15)
             if self.block == "gat":
                 x = drop(x if n == 0 else F.elu(x), self.dropout, self.training)
             out = layer(x, graph, edge_features, **mine)
             yield (x if self.block == "gat" else layer.attention_norm(x)), out
             x = out
+
+
+def later(options: dict[str, Any], n: int, stride: int = 0xD1B54A32D192ED03) -> dict[str, Any]:
+    """Options of the n-th of several calls of `attend`: each drops edges of its own."""
+    seed = options.get("seed")
+    return options if seed is None else options | {"seed": (seed + n * stride) % 2**63}
 
 
 def _projected(head: Head) -> Head:

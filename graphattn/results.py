@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 
-def read_runs(file: Path, recipe: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The runs kept in a JSON file, none if it is not there; ValueError if they are of another recipe."""
+def read_runs(file: Path, recipe: dict[str, Any], defaults: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """The runs kept in a JSON file, none if it is not there; ValueError if they are of another recipe.
+
+    An option newer than the file had its default then.
+    """
     if not file.exists():
         return {}
     kept = json.loads(file.read_text())
-    if kept["recipe"] != recipe:
-        differ = sorted(k for k in recipe | kept["recipe"] if kept["recipe"].get(k) != recipe.get(k))
+    was = (defaults or {}) | kept["recipe"]
+    if was != recipe:
+        differ = sorted(k for k in recipe | was if was.get(k) != recipe.get(k))
         raise ValueError(f"{file} holds runs of a recipe with another {', '.join(differ)}: use another folder")
     return kept["runs"]
 

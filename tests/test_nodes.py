@@ -77,6 +77,33 @@ def test_published_shape():
     assert 0.99 * bound < weight <= bound
 
 
+@pytest.mark.parametrize("score", ["additive", "gatv2", "dot"])
+def test_hops_pass_values_on(score):
+    """`hops` rounds of one attention matrix, a share of the values kept in each: against dense powers of it."""
+    layer = GATLayer(7, 5, 2, score=score, hops=4, teleport=0.3).double().eval()
+    nn.init.normal_(layer.bias)
+    graph, x = random_graph(13, 60), torch.randn(13, 7).double()
+    target, source = graph.targets_sources()
+    passed = torch.zeros(2, 13, 13).double()
+    passed[:, target, source] = layer.head.weights(x, graph)
+    values = layer.head.value(x).view(13, 2, 5).transpose(0, 1)
+    want = values
+    for _ in range(4):
+        want = 0.7 * passed @ want + 0.3 * values
+    torch.testing.assert_close(layer(x, graph), want.transpose(0, 1).reshape(13, 10) + layer.bias)
+
+
+def test_a_seed_drops_other_edges_in_every_hop():
+    """Of the nodes that the first hop reaches along their own edge, the second drops half again."""
+    layer = GATLayer(7, 5, dropout=0.5, hops=2, teleport=0.0).double().train()
+    graph, x = ga.self_loops(101), torch.randn(101, 7).double()
+    both = (layer(x, graph, seed=3) - layer.bias).abs().sum(1) > 0
+    layer.hops = 1
+    first = (layer(x, graph, seed=3) - layer.bias).abs().sum(1) > 0
+    assert bool((both <= first).all()) and 0.3 < float(both.sum() / first.sum()) < 0.7
+    torch.testing.assert_close(layer(x, graph, seed=3), layer(x, graph, seed=3), rtol=0, atol=0)
+
+
 # ---------------------------------------------------------------------- laws
 
 
@@ -232,6 +259,10 @@ def test_what_is_refused():
         NodeClassifier(7, 0)
     with pytest.raises(ValueError, match="x has 5 features, this model was built for 7"):
         NodeClassifier(7, 3)(torch.randn(4, 5), ga.full(4))
+    with pytest.raises(ValueError, match="hops must be at least 1, got 0"):
+        NodeClassifier(7, 3, hops=0)
+    with pytest.raises(ValueError, match="teleport must be in"):
+        NodeClassifier(7, 3, teleport=1.0)
     with pytest.raises(ValueError, match="multiple of the number of heads"):
         GraphBlock(10, 3)
     with pytest.raises(ValueError, match="q has 4 rows"):
@@ -351,6 +382,38 @@ def test_weights_kept_are_those_validation_chose(monkeypatch):
     assert real("accuracy", out[data.test[0]], data.y[data.test[0]]) == run.test
 
 
+def test_validates_every_so_many_epochs(monkeypatch):
+    data, calls = two_blocks(), []
+    real = metric
+    monkeypatch.setattr(node_train, "metric", lambda kind, out, y: calls.append(y.numel()) or real(kind, out, y))
+    run = fit(data, Recipe(epochs=32, every=5, patience=1000))
+    assert calls.count(int(data.val[0].sum())) == 6 + 1 + 1  # after 5, 10, .. 30 and the last, and of what was kept
+    assert run.epoch in (5, 10, 15, 20, 25, 30, 32)
+    assert fit(data, Recipe(epochs=400, every=5, patience=10)).epochs % 5 == 0
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 20])
+def test_a_cycle_ends_at_rest(monkeypatch, epochs):
+    """The rate rises to the recipe's and falls to nearly nothing."""
+    rates = []
+    real = torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda o, *a: rates.append(o.param_groups[0]["lr"]) or real(o, *a))
+    fit(two_blocks(), Recipe(epochs=epochs, cycle=True, lr=0.02))
+    assert len(rates) == epochs
+    if epochs > 2:
+        assert rates[0] < 0.002 and 0.019 < max(rates) <= 0.02 and rates[-1] < 0.001
+        assert rates.index(max(rates)) < epochs / 2
+
+
+def test_degree_tells_stars_apart():
+    """The mean of equal neighbours is the same for two as for five; with degree the model sees how many."""
+    star = ga.from_edge_index(torch.tensor([[1, 2, 3, 4, 5, 6, 7], [0, 0, 8, 8, 8, 8, 8]]), 9)
+    x = torch.ones(9, 7)
+    blind, seeing = (NodeClassifier(7, 3, block="transformer", degree=on).eval() for on in (False, True))
+    torch.testing.assert_close(blind(x, star)[0], blind(x, star)[8])
+    assert not torch.allclose(seeing(x, star)[0], seeing(x, star)[8], atol=1e-3)
+
+
 def test_labels_outside_training_do_not_reach_the_model():
     """Wrong labels on test nodes change the figure, never the weights; no validation: nothing to choose by."""
     data = two_blocks()
@@ -397,6 +460,9 @@ def test_resumes_without_training_again(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="another epochs"):
         nodes("karate", seeds=1, **(options | {"epochs": 4}))
     assert not list(tmp_path.glob("*.part"))
+    del kept["recipe"]["hops"]  # a file older than an option holds runs with its default
+    first.file.write_text(json.dumps(kept))
+    assert nodes("karate", seeds=1, **options).runs == first.runs[:1]
 
 
 def test_summary_says_mean_and_deviation(tmp_path, capsys):
