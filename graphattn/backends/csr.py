@@ -120,7 +120,10 @@ def _pattern(call: Call, lead: int) -> tuple[_Pattern, int]:
         t_crow = torch.searchsorted(col[order], torch.arange(graph.s + 1, device=col.device))
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
-        return _Pattern(ptr - first, col, (graph.t, graph.s), t_crow, row[order], order, back), first
+        # MKL, below torch.sparse, takes indices of 32 bits: others it copies at every product
+        small = torch.int32 if max(last - first, graph.t, graph.s) < 2**31 else torch.int64
+        crow, col, t_crow, t_col = (x.to(small) for x in (ptr - first, col, t_crow, row[order]))
+        return _Pattern(crow, col, (graph.t, graph.s), t_crow, t_col, order, back), first
 
     return graph.cached(("csr", lead), make)
 
