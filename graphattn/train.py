@@ -257,7 +257,13 @@ class _Trainer:
         stopped: int | None = None
         final: float | None = None
         saved = self.step
-        recent, held = None, ""  # what the bar shows: the running mean of the loss, the last evaluation
+        # what the bar shows: the mean of the last ten or so losses, and the last evaluation
+        total, weight, held = 0.0, 0.0, ""
+        if last <= config.warmup:
+            self.say(
+                f"note: the run ends at step {last}, within its warm-up of {config.warmup} steps, before the learning rate "
+                f"is at its peak of {config.lr:g}: for a short run pass --warmup"
+            )
         with self._bar(last) as bar, _random_state(self.device), float32_products(self.device, config.tf32):
             if run is not None:
                 run.reopen()
@@ -267,12 +273,12 @@ class _Trainer:
                     break
                 record = self._one_step(model, out)
                 better = False
-                recent = record["loss"] if recent is None else 0.98 * recent + 0.02 * record["loss"]
+                total, weight = 0.9 * total + record["loss"], 0.9 * weight + 1
                 if config.holdout and (self.step % config.eval_every == 0 or self.step == config.steps):
                     record["val_loss"] = self.evaluate(config.eval_windows)
                     better = self.best is None or record["val_loss"] < self.best["val_loss"]
                     held = f", held out {record['val_loss']:.3f}"
-                bar.set_postfix_str(f"loss {recent:.3f}{held}", refresh=False)
+                bar.set_postfix_str(f"loss {total / weight:.3f}{held}", refresh=False)
                 if better:
                     self.best = {"step": self.step, "val_loss": record["val_loss"]}
                 self._on_first(run, partial(_log, run, record))
