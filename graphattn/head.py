@@ -135,7 +135,7 @@ class Head(nn.Module):
                 own = self._split(self.query(x), self.heads)
             else:
                 own = self._split(self.value(x), self.heads) if values is None else values
-            return (own * self.target_vector.unsqueeze(-2)).sum(-1, keepdim=True)
+            return terms.additive_term(own, self.target_vector)
         q = self._split(self.query(x), self.heads)  # type: ignore[misc]  # (..., heads, T_q, D)  # type: ignore[misc]
         if self.query_norm is not None:
             q = self.query_norm(q)
@@ -147,7 +147,7 @@ class Head(nn.Module):
         if self.score == "gatv2":
             return v, v
         if self.score == "additive":
-            return (v * self.source_vector.unsqueeze(-2)).sum(-1, keepdim=True), v
+            return terms.additive_term(v, self.source_vector), v
         k = self._split(self.key(context), self.kv_heads)
         if self.key_norm is not None:
             k = self.key_norm(k)

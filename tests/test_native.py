@@ -207,7 +207,7 @@ def test_terms_of_the_additive_score(dtype: torch.dtype, heads: int, width: int,
     assert terms._fast(values.transpose(1, 2), *vectors)
     leaves, close = [values, *vectors], 1e-13 if dtype == torch.float64 else 1e-5
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    want = [terms._plain(exact[0], x) for x in exact[1:]]
+    want = [terms.additive_term(exact[0], x) for x in exact[1:]]
     ups = [torch.randn(x.shape, dtype=torch.float64) for x in want]
     gradients = list(torch.autograd.grad(want, exact, ups))
     for graph_too in (False, True):

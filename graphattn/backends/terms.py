@@ -30,10 +30,11 @@ def additive_terms(values: Tensor, target: Tensor, source: Tensor) -> tuple[Tens
     beside = values.transpose(-3, -2)  # as a projection leaves them: the heads of a node side by side
     if _fast(beside, target, source):
         return _Fused.apply(values, target, source)
-    return _plain(values, target), _plain(values, source)
+    return additive_term(values, target), additive_term(values, source)
 
 
-def _plain(values: Tensor, vector: Tensor) -> Tensor:
+def additive_term(values: Tensor, vector: Tensor) -> Tensor:
+    """One of the two: `(..., H, T, D)` and `(H, D)` to `(..., H, T, 1)`."""
     return (values * vector.unsqueeze(-2)).sum(-1, keepdim=True)
 
 
