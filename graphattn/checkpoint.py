@@ -15,9 +15,9 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from graphattn.config import TrainConfig
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from graphattn.data import Vocabulary
     from graphattn.graph import Graph
 
+T = TypeVar("T")
 FORMAT = "graphattn run 1"
 MANIFEST = "manifest.json"
 # largest file of each kind that is read, in bytes; what has no entry here holds tensors or pictures
@@ -123,15 +124,7 @@ class Run:
         if write:
             run.lock()
         try:
-            while True:
-                run.manifest = _read_manifest(folder)
-                try:
-                    run._check_files()
-                    break
-                except RunError:
-                    # a run that is being written may have moved on to its next checkpoint meanwhile
-                    if write or _read_manifest(folder)["step"] <= run.step:
-                        raise
+            run._settled(run._check_files, again=not write)
             if write:
                 run._sweep()
                 run._start_metrics()
@@ -139,6 +132,27 @@ class Run:
             run.close()
             raise
         return run
+
+    def _settled(self, read: Callable[[], T], again: bool = True) -> T:
+        """`read()` on the last checkpoint; once more if a run that is being written removed files in favour of its next."""
+        while True:
+            self.manifest = _read_manifest(self.folder)
+            try:
+                return read()
+            except RunError:
+                if not again or _read_manifest(self.folder) == self.manifest:
+                    raise
+
+    @classmethod
+    def reading(cls, folder: str | Path, use: Callable[[Run], T]) -> T:
+        """`use(run)` on a run that another process may be writing: begun anew if its next checkpoint came in between."""
+        run = cls.open(folder)
+        try:
+            return use(run)
+        except RunError:
+            if _read_manifest(run.folder) == run.manifest:
+                raise
+        return cls.reading(folder, use)
 
     def lock(self) -> None:
         """Keep other writers out for as long as this process lives; a lock on the folder itself leaves no file."""
@@ -191,7 +205,7 @@ class Run:
         for name, entry in self.files.items():
             path = self.folder / name
             digest, left = hashlib.sha256(), entry["bytes"]
-            with path.open("rb") as stream:
+            with _named(path, "read"), path.open("rb") as stream:
                 while left and (piece := stream.read(min(left, 2**22))):
                     digest.update(piece)
                     left -= len(piece)
@@ -203,11 +217,8 @@ class Run:
         entry, path = self.files.get(name), self.folder / name
         if entry is None:
             raise RunError(f"{path} is not part of the run: {MANIFEST} does not list it")
-        try:
-            with path.open("rb") as stream:
-                raw = stream.read(entry["bytes"])
-        except OSError as error:
-            raise RunError(f"{path} can't be read: {error.strerror or error}") from None
+        with _named(path, "read"), path.open("rb") as stream:
+            raw = stream.read(entry["bytes"])
         if len(raw) != entry["bytes"] or hashlib.sha256(raw).hexdigest() != entry["sha256"]:
             raise RunError(f"{path} is damaged: its sha256 is not the one in {MANIFEST}")
         return raw
@@ -393,12 +404,12 @@ class Run:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(path: Path, done: str = "written") -> Iterator[None]:
     """Failures of the disk as one line that names the file."""
     try:
         yield
     except OSError as error:
-        raise RunError(f"{path} can't be written: {error.strerror or error}") from None
+        raise RunError(f"{path} can't be {done}: {error.strerror or error}") from None
 
 
 def write_atomic(path: Path, raw: bytes) -> None:
@@ -512,8 +523,8 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     def refuse(why: str) -> RunError:
         return RunError(f"{path} is no safetensors file: {why}")
 
-    size = path.stat().st_size
-    with path.open("rb") as stream:
+    with _named(path, "read"), path.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             raise refuse(f"its header would have {length:,} bytes")

@@ -38,7 +38,10 @@ def load(folder: str | Path, *, which: str = "best", block: int | None = None, d
     """
     if which not in ("best", "last"):
         raise ValueError(f"which must be best or last, got {which!r}")
-    run = Run.open(folder)
+    return Run.reading(folder, lambda run: _load(run, which, block, device))
+
+
+def _load(run: Run, which: str, block: int | None, device: str) -> Loaded:
     config, vocabulary, graphs = run.config(), run.vocabulary(), run.graphs()
     wanted = config.block if block is None else block
     if not 1 <= wanted <= config.block:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from graphattn.checkpoint import MANIFEST, Run, RunError
 from graphattn.config import PRESETS, TrainConfig, model_config
 from graphattn.data import Vocabulary, Windows
 from graphattn.gpt import GPT, cycle
+from graphattn.load import load
 from graphattn.train import (
     LeakError,
     TrainError,
@@ -548,6 +550,30 @@ def test_killed_processes_lose_nothing(tmp_path) -> None:
             break
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
     assert {p.name for p in out.iterdir()} == set(Run.open(out).files) | {MANIFEST}
+
+
+@pytest.mark.parametrize("at", range(26))
+def test_a_run_is_readable_while_another_process_moves_it_on(tmp_path, whole, monkeypatch, at: int) -> None:
+    """Whichever file a reader is about to open when the next checkpoint replaces it."""
+    shutil.copytree(whole, tmp_path / "run")
+    writer = Run.open(tmp_path / "run", write=True)
+    real, opened, moved = Path.open, [], []
+
+    def opening(path: Path, *args, **options):
+        opened.append(path)
+        if len(opened) == at + 1:
+            monkeypatch.setattr(Path, "open", real)
+            writer.save(writer.step + 1, writer.tensors("weights"), writer.tensors("optimizer"), {"step": writer.step + 1, "val_loss": 1.0})  # fmt: skip
+            moved.append(writer.step)
+            monkeypatch.setattr(Path, "open", opening)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", opening)
+    step = load(tmp_path / "run").step
+    monkeypatch.undo()
+    writer.close()
+    assert step in (*moved, Run.open(whole).best["step"])
+    assert bool(moved) == (len(opened) > at)
 
 
 # ---------------------------------------------------------------------- several processes
