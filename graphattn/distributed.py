@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
 from collections.abc import Callable, Iterator
 
@@ -38,10 +40,15 @@ class World:
             return
         if torch.device(device if device != "auto" else "cpu").index is not None:
             raise ValueError(f"--device {device} is one GPU for {size} processes: give cuda, and each takes its own")
+        # what gloo's threads let go of may need the interpreter: they must end before it does, but a group that
+        # anything still refers to never ends them.  DistributedDataParallel imports dynamo, and that keeps whatever
+        # group there is by then; a model with its reducer does so until it is collected
+        importlib.import_module("torch._dynamo")
         distributed.init_process_group("nccl" if own.type == "cuda" else "gloo")
         try:
             yield cls(rank, size, own)
         finally:
+            gc.collect()
             distributed.destroy_process_group()
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -80,40 +80,48 @@ def train(
     """
     config = (config or TrainConfig()).replace(**options).check()
     with World.join(config.device) as world:
-        if config.batch % (config.accumulate * world.size):
-            needed = f"{config.accumulate} x {world.size}"
-            raise TrainError(f"--batch must be a multiple of accumulate x processes, {needed}, got {config.batch}")
-        source = "given in code"
-        if text is None:
-            text, source = read_text(config.text, config.dataset)
-            config = config.replace(text=[str(Path(p).absolute()) for p in config.text])
-        if graphs is None:
-            graphs = [parse(e, config.block) for e in config.graph]
-        else:
-            graphs = [graphs] if isinstance(graphs, Graph) else list(graphs)
-            for g in graphs:
-                if not isinstance(g, Graph):
-                    raise TypeError(
-                        f"graphs must be Graphs, got {g!r}: an expression goes into graph=['causal & band(16)']"
-                    )
-            config = config.replace(graph=[GIVEN] * len(graphs))
-        vocabulary = Vocabulary.of(text)
-        trainer = _Trainer(config, vocabulary, graphs, text, world, say, progress)
-        trainer.introduce(source)
-        with _Signals() as signals:
-            run: Run | None = None
+        return _train(world, out, config, graphs, text, until, say, progress)
 
-            def make() -> None:
-                nonlocal run
-                run = Run.create(out, config.steps)
 
-            try:
-                world.on_first(make if world.first else None)
-                trainer.begin(run)
-                return trainer.follow(run, Path(out), until, signals)
-            finally:
-                if run is not None:
-                    run.close()
+def _train(
+    world: World, out: str | Path, config: TrainConfig, graphs: Graph | Sequence[Graph] | None, text: str | None,
+    until: int | None, say: Callable[[str], None] | None, progress: bool,
+) -> Result:  # fmt: skip
+    """A function of its own, so that nothing of the training is left when the processes part."""
+    if config.batch % (config.accumulate * world.size):
+        needed = f"{config.accumulate} x {world.size}"
+        raise TrainError(f"--batch must be a multiple of accumulate x processes, {needed}, got {config.batch}")
+    source = "given in code"
+    if text is None:
+        text, source = read_text(config.text, config.dataset)
+        config = config.replace(text=[str(Path(p).absolute()) for p in config.text])
+    if graphs is None:
+        graphs = [parse(e, config.block) for e in config.graph]
+    else:
+        graphs = [graphs] if isinstance(graphs, Graph) else list(graphs)
+        for g in graphs:
+            if not isinstance(g, Graph):
+                raise TypeError(
+                    f"graphs must be Graphs, got {g!r}: an expression goes into graph=['causal & band(16)']"
+                )
+        config = config.replace(graph=[GIVEN] * len(graphs))
+    vocabulary = Vocabulary.of(text)
+    trainer = _Trainer(config, vocabulary, graphs, text, world, say, progress)
+    trainer.introduce(source)
+    with _Signals() as signals:
+        run: Run | None = None
+
+        def make() -> None:
+            nonlocal run
+            run = Run.create(out, config.steps)
+
+        try:
+            world.on_first(make if world.first else None)
+            trainer.begin(run)
+            return trainer.follow(run, Path(out), until, signals)
+        finally:
+            if run is not None:
+                run.close()
 
 
 def resume(
@@ -140,24 +148,32 @@ def resume(
         if steps < run.step:
             raise TrainError(f"{out} is at step {run.step} already: --steps must be at least that, got {steps}")
     with World.join(config.device) as world, _Signals() as signals:
+        return _resume(world, signals, run, config, steps, until, say, progress)
 
-        def own() -> None:
-            nonlocal run
-            run = Run.open(out, write=True)
 
-        try:
-            world.on_first(own if world.first else None)
-            if run.finished and config.steps == run.step:
-                if say is not None and world.first:
-                    say(f"{out} is finished: it has all {run.step} steps")
-                return Result(Path(out), run.step, True, run.read_json("summary.json").get("val_loss"))
-            trainer = _Trainer(config, run.vocabulary(), run.graphs(), _text_of(run, config), world, say, progress)
-            trainer.restore(run)
-            if steps is not None:
-                run.manifest["steps"] = steps  # joins the run with its next checkpoint
-            return trainer.follow(run if world.first else None, Path(out), until, signals)
-        finally:
-            run.close()
+def _resume(
+    world: World, signals: _Signals, run: Run, config: TrainConfig, steps: int | None, until: int | None,
+    say: Callable[[str], None] | None, progress: bool,
+) -> Result:  # fmt: skip
+    out = run.folder
+
+    def own() -> None:
+        nonlocal run
+        run = Run.open(out, write=True)
+
+    try:
+        world.on_first(own if world.first else None)
+        if run.finished and config.steps == run.step:
+            if say is not None and world.first:
+                say(f"{out} is finished: it has all {run.step} steps")
+            return Result(out, run.step, True, run.read_json("summary.json").get("val_loss"))
+        trainer = _Trainer(config, run.vocabulary(), run.graphs(), _text_of(run, config), world, say, progress)
+        trainer.restore(run)
+        if steps is not None:
+            run.manifest["steps"] = steps  # joins the run with its next checkpoint
+        return trainer.follow(run if world.first else None, out, until, signals)
+    finally:
+        run.close()
 
 
 def _text_of(run: Run, config: TrainConfig) -> str:

@@ -563,7 +563,9 @@ def test_a_run_is_readable_while_another_process_moves_it_on(tmp_path, whole, mo
         opened.append(path)
         if len(opened) == at + 1:
             monkeypatch.setattr(Path, "open", real)
-            writer.save(writer.step + 1, writer.tensors("weights"), writer.tensors("optimizer"), {"step": writer.step + 1, "val_loss": 1.0})  # fmt: skip
+            step = writer.step + 1
+            best = {"step": step, "val_loss": 1.0}
+            writer.save(step, writer.tensors("weights"), writer.tensors("optimizer"), best)
             moved.append(writer.step)
             monkeypatch.setattr(Path, "open", opening)
         return real(path, *args, **options)
@@ -579,9 +581,14 @@ def test_a_run_is_readable_while_another_process_moves_it_on(tmp_path, whole, mo
 # ---------------------------------------------------------------------- several processes
 
 WORKER = """
-import json, sys
-from graphattn.train import train
+import json, os, pathlib, sys
+from graphattn.train import resume, train
 train(sys.argv[1], text=sys.argv[2], **json.loads(sys.argv[3]))
+resume(sys.argv[1], steps=json.loads(sys.argv[3])["steps"] + 2)
+tasks = pathlib.Path("/proc/self/task")
+names = [(t / "comm").read_text() for t in tasks.iterdir()] if tasks.exists() else []
+# one left would abort a process that ends while it lets go of a tensor
+sys.exit(3 if any("gloo" in name for name in names) else 0)
 """
 
 
@@ -611,8 +618,8 @@ def test_two_processes_train_as_one(tmp_path) -> None:
     assert spawn(tmp_path / "two", options) == [0, 0]
     train(tmp_path / "one", text=TEXT, **options)
     one, two = Run.open(tmp_path / "one").metrics(), Run.open(tmp_path / "two").metrics()
-    assert len(two) == 50
-    for a, b in zip(one, two, strict=True):
+    assert len(one) == 50 and len(two) == 52
+    for a, b in zip(one, two, strict=False):
         assert abs(a["loss"] - b["loss"]) < 1e-5 and abs(a.get("val_loss", 0) - b.get("val_loss", 0)) < 1e-5
     # and one process goes on with what two began
     assert resume(tmp_path / "two", steps=60).step == 60
