@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .backends.numerics import csr_tensor
+from .backends.numerics import csr_tensor, sparse_product
 
 
 class _Pattern(NamedTuple):
@@ -118,19 +118,14 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, pattern: _Pattern, values: Tensor, weight: Tensor) -> Tensor:
         ctx.pattern = pattern
         ctx.save_for_backward(values)
-        if values.numel() == 0:
-            return weight.new_zeros(pattern.shape[0], weight.shape[1])
-        return torch.sparse.mm(csr_tensor(pattern.crow, pattern.col, values, pattern.shape), weight.contiguous())
+        return sparse_product(pattern.crow, pattern.col, values, pattern.shape, weight)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, None, Tensor]:
         (values,) = ctx.saved_tensors
         p = ctx.pattern
         n, c = p.shape
-        if values.numel() == 0:
-            return None, None, g.new_zeros(c, g.shape[1])
-        turned = csr_tensor(p.t_crow, p.t_row, values.index_select(0, p.order), (c, n))
-        return None, None, torch.sparse.mm(turned, g.contiguous())
+        return None, None, sparse_product(p.t_crow, p.t_row, values.index_select(0, p.order), (c, n), g)
 
 
 class Projection(nn.Linear):

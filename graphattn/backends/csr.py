@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import gpu
 from .call import Call
-from .numerics import csr_tensor, keep_edges, transformed
+from .numerics import csr_tensor, keep_edges, sparse_product, transformed
 
 
 class _Pattern(NamedTuple):
@@ -128,10 +128,6 @@ def _pattern(call: Call, lead: int) -> tuple[_Pattern, int]:
     return graph.cached(("csr", lead), make)
 
 
-def _csr(pattern: _Pattern, values: Tensor) -> Tensor:
-    return csr_tensor(pattern.crow, pattern.col, values, pattern.shape)
-
-
 def _row_sum(pattern: _Pattern, x: Tensor) -> Tensor:
     return torch.segment_reduce(x, "sum", offsets=pattern.crow, initial=0.0)
 
@@ -149,7 +145,7 @@ class _Sddmm(torch.autograd.Function):
         ctx.save_for_backward(a, b)
         if pattern.col.numel() == 0:
             return a.new_zeros(0)
-        zero = _csr(pattern, a.new_zeros(pattern.col.numel()))
+        zero = csr_tensor(pattern.crow, pattern.col, a.new_zeros(pattern.col.numel()), pattern.shape)
         return torch.sparse.sampled_addmm(zero, a.contiguous(), b.contiguous().mT).values()
 
     @staticmethod
@@ -168,9 +164,7 @@ class _Spmm(torch.autograd.Function):
     def forward(ctx: Any, pattern: _Pattern, values: Tensor, x: Tensor) -> Tensor:
         ctx.pattern = pattern
         ctx.save_for_backward(values, x)
-        if pattern.col.numel() == 0:
-            return x.new_zeros(pattern.shape[0], x.shape[1])
-        return torch.sparse.mm(_csr(pattern, values.contiguous()), x.contiguous())
+        return sparse_product(pattern.crow, pattern.col, values, pattern.shape, x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, Tensor | None]:

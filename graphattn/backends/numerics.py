@@ -88,6 +88,18 @@ def csr_tensor(crow: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]
     return torch.sparse_csr_tensor(crow, col, values, shape, check_invariants=False)
 
 
+def sparse_product(crow: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int], x: Tensor) -> Tensor:
+    """`(T, D)`: per row of a CSR matrix of trusted parts, the sum of its values times the rows of `x` (S, D) they name."""
+    if values.numel() == 0:
+        return x.new_zeros(shape[0], x.shape[1])
+    if x.dtype == torch.float32 and x.device.type == "cpu":
+        # a bag of embeddings is the same sum; FBGEMM's kernel prefetches its rows and is 4 times as fast as MKL's at D = 64
+        return torch.nn.functional.embedding_bag(
+            col, x.contiguous(), crow, mode="sum", per_sample_weights=values.contiguous(), include_last_offset=True
+        )
+    return torch.sparse.mm(csr_tensor(crow, col, values.contiguous(), shape), x.contiguous())
+
+
 def transformed() -> bool:
     """Inside torch.func or vmap, where tensors are wrapped and have no plain storage or value."""
     return torch._C._functorch.peek_interpreter_stack() is not None
