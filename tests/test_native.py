@@ -230,6 +230,49 @@ def test_recomputing_equals_keeping(name: str, monkeypatch: pytest.MonkeyPatch) 
         near(gradients(leaves, g, "native", softcap=1.0), kept, 1e-13, "recomputed")
 
 
+def gathered_often() -> dict[str, Graph]:
+    """Graphs off the tile route each of whose sources many targets read."""
+    hub = random_mask(2100, 1500, 0.008)
+    hub[11] = True
+    hub[20:40] = False
+    first = (torch.arange(600) < 90)[:, None].expand(600, 600)
+    return {
+        "regular": ga.random_regular(700, 8, seed=1),
+        "hub target and empty rows": graph_of(hub),
+        "hub source": graph_of(hub.T.contiguous()[:, :200].contiguous()),
+        "pairs": graph_of(random_mask(900, 450, 0.02).repeat_interleave(2, 1)),
+        "tiles too": ga.random_regular(600, 9, seed=2) | ga.window(600, 80) & graph_of(first),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", gathered_often())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tables_gathered_one_by_one_give_the_same_bits(
+    name: str, dtype: torch.dtype, isa: str, two_threads: None
+) -> None:
+    """Where keys and values together are larger than the last level of cache, rows are gone through in phases."""
+    g = gathered_often()[name]
+    try:
+        for b, h, hk, d, dv in ((1, 1, 1, 64, 64), (2, 4, 2, 17, 9), (1, 2, 1, 3, 40)):
+            for option in ("none", "dropout", "alibi", "relative", "softcap", "bias"):
+                options: dict = (
+                    {"bias": torch.randn(h, g.num_edges)} if option == "bias" else dict(OPTIONS.get(option, {}))
+                )
+                if option in ("alibi", "relative") and h != 2:
+                    continue
+                leaves = inputs(g, b, h, hk, d, dv, dtype)
+                native.set_last_level(2**40)
+                whole = gradients(leaves, g, "native", **options)
+                native.set_last_level(8)
+                for got, want in zip(gradients(leaves, g, "native", **options), whole, strict=True):
+                    assert torch.equal(got, want), (name, option, (b, h, hk, d, dv))
+                if option == "dropout":
+                    want = gradients([x.detach().double().requires_grad_() for x in leaves], g, "edges", **options)
+                    near(whole, want, DTYPES[dtype], f"{name} {isa}")
+    finally:
+        native.set_last_level(0)
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_same_bits_every_time(name: str, two_threads: None) -> None:
     leaves = inputs(GRAPHS[name], 1, 3, 3, 16, 16, torch.float32)

@@ -66,6 +66,7 @@ def _library() -> ctypes.CDLL | str:
             lib.ga_terms.argtypes = [ctypes.c_int, ctypes.c_int, pointer]
             lib.ga_terms.restype = None
             lib.ga_large_pages.argtypes = [pointer, i64]
+            lib.ga_set_last_level.argtypes = [i64]
             same = lib.ga_args_size() == _ARGS.size
         except AttributeError:
             same = False
@@ -100,6 +101,11 @@ def set_isa(name: str) -> None:
     if isinstance(lib, str) or _ISA[name] > lib.ga_best():
         raise ValueError(f"this machine or build can't run {name}")
     _isa = _ISA[name]
+
+
+def set_last_level(size: int) -> None:
+    """For tests: the bytes of cache from which tables are gathered one after the other; 0 asks the system again."""
+    _checked().ga_set_last_level(size)
 
 
 def isas() -> list[str]:

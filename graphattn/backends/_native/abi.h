@@ -98,4 +98,5 @@ __attribute__((visibility("hidden"))) void ga_parallel(i64 threads, i64 tasks, T
 __attribute__((visibility("hidden"))) void *ga_scratch(size_t bytes);  // this thread's own, until its next call
 __attribute__((visibility("hidden"))) void *ga_alloc(size_t bytes);    // null when there is no memory
 __attribute__((visibility("hidden"))) void ga_free(void *p);
+__attribute__((visibility("hidden"))) i64 ga_last_level(void);  // bytes of the last level of cache
 }

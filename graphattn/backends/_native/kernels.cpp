@@ -19,6 +19,9 @@ template <class T> struct Job {
   i64 room;
   i64 chunks;          // of tile groups for each (b, h)
   int failed;
+  int phase;           // see Head
+  T *held;
+  i64 bh_first, pair_first;
   // backward
   T *stash; i64 stash_step, bh0, bh1;
   i64 slots;
@@ -30,6 +33,13 @@ template <class T> struct Job {
 };
 
 template <class T, class S> INLINE Head<T, S> head_of(const Args &a, i64 bh) { return Head<T, S>(a, bh / a.H, bh % a.H); }
+template <class T, class S> INLINE Head<T, S> head_of(const Job<T> &job, i64 bh) {
+  Head<T, S> hd = head_of<T, S>(job.a, bh);
+  hd.phase = job.phase;
+  hd.held = job.held;
+  if (job.phase) hd.each = 1, hd.ds_at = job.stash_step / 2;
+  return hd;
+}
 
 // groups [g0, g1) of chunk c of n, equal numbers of columns
 INLINE void cut(const i64 *plan, i64 lead, i64 c, i64 n, i64 *g0, i64 *g1) {
@@ -70,20 +80,23 @@ template <class T, class S> static void empty_rows(const Args &a, const Head<T, 
 template <class T, class S> static void forward_task(void *ctx, i64 task) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
+  task += job.first[job.bh_first];
   i64 lo = 0, hi = job.bh;
   while (hi - lo > 1) {
     i64 mid = (lo + hi) >> 1;
     if (job.first[mid] <= task) lo = mid;
     else hi = mid;
   }
-  Head<T, S> hd = head_of<T, S>(a, lo);
+  Head<T, S> hd = head_of<T, S>(job, lo);
   i64 t = task - job.first[lo];
   if (t == 0) {
-    empty_rows(a, hd, false);
+    if (hd.phase != 2) empty_rows(a, hd, false);
     return;
   }
   t--;
   if (t < job.chunks) {
+    if (hd.phase == 2) return;
+    hd.phase = 0;
     i64 g0, g1;
     cut(a.plan, hd.lead, t, job.chunks, &g0, &g1);
     if (g0 == g1) return;
@@ -157,6 +170,13 @@ template <class S> INLINE bool beside(Args &a, Pair<S> &keys_values) {
   return keys_values.make(a.threads, row_edges(a) * (a.H / a.HK), &a.k, &a.kb, a.D, &a.v, &a.vb, a.DV, a.B, a.HK, a.TK);
 }
 
+// Keys and values of a head that do not fit into the last level of cache together.  Each row must be gathered several
+// times, or there is nothing to keep.
+template <class S> INLINE bool apart(const Args &a) {
+  return a.score == 0 && !a.ek && !a.ev && row_edges(a) >= 6 * a.TK &&
+         a.TK * (a.D + a.DV) * (i64)sizeof(S) > ga_last_level() / 8 * 7;
+}
+
 template <class T, class S> static int forward(const Args &given) {
   Args a = given;
   const i64 bh = a.B * a.H, leads = a.BG * a.HG;
@@ -191,7 +211,12 @@ template <class T, class S> static int forward(const Args &given) {
     n += 1 + job.chunks + ul[lead + 1] - ul[lead];
   }
   job.first[bh] = n;
-  ga_parallel(a.threads, n, forward_task<T, S>, &job);
+  Buffer held(apart<S>(a) ? a.plan[P_EMAX] * sizeof(T) : 0);
+  job.held = (T *)held.p;
+  if (!job.held) ga_parallel(a.threads, n, forward_task<T, S>, &job);
+  for (; job.held && job.bh_first < bh; job.bh_first++)
+    for (job.phase = 1; job.phase <= 2; job.phase++)
+      ga_parallel(a.threads, job.first[job.bh_first + 1] - job.first[job.bh_first], forward_task<T, S>, &job);
   if (pieces && !job.failed) ga_parallel(a.threads, bh, hub_task<T, S>, &job);
   return job.failed;
 }
@@ -200,7 +225,7 @@ template <class T, class S> static int forward(const Args &given) {
 
 template <class T, class S> static void slot_units(Job<T> &job, Scratch<T> &w, i64 bh, i64 slot) {
   const Args &a = job.a;
-  Head<T, S> hd = head_of<T, S>(a, bh);
+  Head<T, S> hd = head_of<T, S>(job, bh);
   const i64 *ul = plan_i64(a.plan, P_UNIT_LEAD);
   const i64 u0 = ul[hd.lead], n = ul[hd.lead + 1] - u0, table = a.pos == 2 ? 2 * a.posr + 1 : 1;
   T *dvec = a.dvec ? (T *)a.dvec + (slot * job.bh + bh) * a.D : nullptr;
@@ -217,7 +242,7 @@ template <class T, class S> static void target_task(void *ctx, i64 task) {
   Scratch<T> w(a);
   if (!w.ok) { job.failed = 1; return; }
   if (!a.shared) {
-    slot_units<T, S>(job, w, job.bh0 + task / job.slots, task % job.slots);
+    slot_units<T, S>(job, w, job.bh0 + job.bh_first + task / job.slots, task % job.slots);
     return;
   }
   const i64 lead = task / job.slots, slot = task % job.slots;
@@ -245,9 +270,10 @@ template <class T, class S> static void hub_back_task(void *ctx, i64 task) {
 template <class T, class S> static void source_task(void *ctx, i64 task) {
   Job<T> &job = *(Job<T> *)ctx;
   const Args &a = job.a;
+  task += job.pair_first * job.unit_stride;
   const i64 group = a.H / a.HK, pair = job.pair0 + task / job.unit_stride, t = task % job.unit_stride;
   const i64 b = pair / a.HK, h = pair % a.HK * group + job.round;
-  Head<T, S> hd(a, b, h);
+  Head<T, S> hd = head_of<T, S>(job, b * a.H + h);
   const i64 *ul = plan_i64(a.splan, S_UNIT_LEAD);
   if (t >= ul[hd.lead + 1] - ul[hd.lead]) return;
   const i64 *unit = plan_i64(a.splan, S_UNIT) + 5 * (ul[hd.lead] + t), shift = a.splan[S_SHIFT];
@@ -260,7 +286,8 @@ template <class T, class S> static void source_task(void *ctx, i64 task) {
     const i64 size = (i64)1 << shift;
     T *p = job.parts + (task / job.unit_stride) * job.parts_step +
            (unit[4] - plan_i64(a.splan, S_PIECE_LEAD)[hd.lead]) * size * (a.D + a.DV);
-    for (i64 c = 0; c < size * (a.D + a.DV); c++) p[c] = 0;
+    if (hd.phase != 2)
+      for (i64 c = 0; c < size * (a.D + a.DV); c++) p[c] = 0;
     source_unit<T>(a, hd, w, unit[2], unit[3], stash, p, a.D, p + size * a.D, a.DV, unit[0] << shift);
   }
 }
@@ -440,7 +467,11 @@ template <class T, class S> static int backward(const Args &given) {
     job.bh0 = at;
     job.bh1 = at + batch < bh ? at + batch : bh;
     const i64 n = job.bh1 - job.bh0;
-    ga_parallel(a.threads, (a.shared ? leads : n) * job.slots, target_task<T, S>, &job);
+    const bool phased = job.stash && !a.shared && !(a.softcap > 0) && apart<S>(a);
+    if (!phased) ga_parallel(a.threads, (a.shared ? leads : n) * job.slots, target_task<T, S>, &job);
+    for (job.bh_first = 0; phased && job.bh_first < n; job.bh_first++)
+      for (job.phase = 1; job.phase <= 3; job.phase++) ga_parallel(a.threads, job.slots, target_task<T, S>, &job);
+    job.bh_first = job.phase = 0;
     if (job.failed) return 1;
     if (pieces) ga_parallel(a.threads, n, hub_back_task<T, S>, &job);
     if (!a.need_kv) continue;
@@ -457,7 +488,11 @@ template <class T, class S> static int backward(const Args &given) {
       for (i64 pair = at / group; pair < job.bh1 / group; pair += step) {
         job.pair0 = pair;
         i64 m = pair + step < job.bh1 / group ? step : job.bh1 / group - pair;
-        ga_parallel(a.threads, m * source_units, source_task<T, S>, &job);
+        if (!phased) ga_parallel(a.threads, m * source_units, source_task<T, S>, &job);
+        for (job.pair_first = 0; phased && job.pair_first < m; job.pair_first++)
+          for (job.phase = 1; job.phase <= (a.splan[S_SINGLE] ? 2 : 1); job.phase++)
+            ga_parallel(a.threads, source_units, source_task<T, S>, &job);
+        job.pair_first = job.phase = 0;
         if (source_pieces) ga_parallel(a.threads, m, source_hub_task<T, S>, &job);
         if (job.failed) return 1;
       }

@@ -1,5 +1,6 @@
 // The library's door: which instruction set, which threads, and the plan of a graph.
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -57,6 +58,28 @@ extern "C" void *ga_scratch(size_t bytes) {
     arena.size = arena.p ? bytes : 0;
   }
   return arena.p;
+}
+
+// Bytes of gathered tables from which kernels gather them one after the other: the last level of cache, or 32 MiB where
+// the system does not say.
+namespace {
+std::atomic<i64> last_level{0};
+}
+EXPORT void ga_set_last_level(i64 bytes) { last_level = bytes; }
+extern "C" i64 ga_last_level(void) {
+  i64 bytes = last_level;
+  if (!bytes) {
+    // sysconf knows the package's, not what the cores of one group share
+    if (FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+      long long size = 0;
+      char unit = 0;
+      if (fscanf(file, "%lld%c", &size, &unit) == 2) bytes = (i64)size << (unit == 'K' ? 10 : unit == 'M' ? 20 : 0);
+      fclose(file);
+    }
+    if (bytes < ((i64)1 << 22)) bytes = (i64)1 << 25;
+    last_level = bytes;
+  }
+  return bytes;
 }
 
 // ------------------------------------------------------------------ threads

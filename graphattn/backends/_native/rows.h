@@ -26,6 +26,11 @@ template <class T, class S> struct Head {
   T *dek, *dev;
   T scale;
   bool far;  // keys and values lie beyond the second level
+  // Tables that are larger together than the last level of cache, but less so one by one, are gathered one by one, in
+  // phases over all rows: 0 does everything, 1 reads keys alone, 2 values alone, 3 keys again (dq).
+  int phase = 0;
+  T *held = nullptr;        // forward: the scores, between the phases
+  i64 each = 2, ds_at = 1;  // stash: p of edge e at e * each, ds at e * each + ds_at
   INLINE Head(const Args &a, i64 b_, i64 h_) : b(b_), h(h_) {
     i64 hk = h / (a.H / a.HK);
     lead = (a.BG > 1 ? b : 0) * a.HG + (a.HG > 1 ? h : 0);
@@ -94,29 +99,34 @@ static void dots(const T *x, const S *rows, i64 step, const int32_t *idx, i64 n,
 
 // acc += sum over e of w[e] * row idx[e]
 template <class T, int M, bool TAIL, class S>
-INLINE void weighted_part(const T *w, const S *rows, i64 step, const int32_t *idx, i64 n, int tail, T *acc) {
+INLINE void weighted_part(const T *w, const S *rows, i64 step, const int32_t *idx, i64 n, int tail, T *acc, bool ahead) {
   constexpr int W = Simd<T>::W;
   TV a[M];
   for (int m = 0; m < M; m++) a[m] = load(acc + m * W);
   for (i64 e = 0; e < n; e++) {
     const S *r = rows + (idx ? idx[e] : e) * step;
+    if (ahead) {
+      const S *soon = rows + idx[e + AHEAD] * step;
+      for (int c = 0; c < M * W; c += 64 / (int)sizeof(S)) prefetch(soon + c);
+    }
     TV x = splat<T>(w[e]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++) a[m] += x * (TAIL && m == M - 1 ? load_n(r + m * W, tail) : load(r + m * W));
   }
   for (int m = 0; m < M; m++) store(acc + m * W, a[m]);
 }
 template <class T, class S>
-static void weighted(const T *w, const S *rows, i64 step, const int32_t *idx, i64 n, i64 width, T *acc) {
+static void weighted(const T *w, const S *rows, i64 step, const int32_t *idx, i64 n, i64 width, T *acc, bool ahead = false) {
   constexpr int W = Simd<T>::W;
   const int tail = (int)(width % W);
   i64 c = 0;
-  for (; c + 4 * W <= width; c += 4 * W) weighted_part<T, 4, false>(w, rows + c, step, idx, n, 0, acc + c);
+  for (; c + 8 * W <= width; c += 8 * W) weighted_part<T, 8, false>(w, rows + c, step, idx, n, 0, acc + c, ahead);
+  for (; c + 4 * W <= width; c += 4 * W) weighted_part<T, 4, false>(w, rows + c, step, idx, n, 0, acc + c, ahead);
   i64 left = (width - c + W - 1) / W;
 #define PART(M)                                                                                  \
   if (left == M) {                                                                               \
-    if (tail) weighted_part<T, M, true>(w, rows + c, step, idx, n, tail, acc + c);               \
-    else weighted_part<T, M, false>(w, rows + c, step, idx, n, 0, acc + c);                      \
+    if (tail) weighted_part<T, M, true>(w, rows + c, step, idx, n, tail, acc + c, ahead);        \
+    else weighted_part<T, M, false>(w, rows + c, step, idx, n, 0, acc + c, ahead);               \
   }
   PART(1) PART(2) PART(3) PART(4)
 #undef PART
@@ -180,7 +190,7 @@ static void scores(const Args &a, const Head<T, S> &hd, const T *x, i64 i, const
                    bool ahead) {
   constexpr int W = Simd<T>::W;
   if (a.score == 0) {
-    dots<T>(x, hd.k, a.kt, idx, n, a.D, s, ahead ? hd.v : (const S *)nullptr, a.vt, a.DV);
+    dots<T>(x, hd.k, a.kt, idx, n, a.D, s, ahead ? hd.v : (const S *)nullptr, a.vt, hd.phase ? 0 : a.DV);
     if (hd.ek)
       for (i64 e = 0; e < n; e++) s[e] += dot<T>(x, hd.ek + (e0 + e) * a.ek_e, a.D);
   } else if (a.score == 1) {
@@ -366,8 +376,8 @@ template <class T> struct Scratch {
 // Part of a row: edges [pos0, pos1).  Leaves the unnormalised sum in acc, returns maximum and sum.
 template <class T, class S>
 static void forward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 row, i64 i, i64 pos0, i64 pos1,
-                         const int32_t *ready, T *m_out, T *l_out) {
-  w.pad(w.x, hd.q + i * a.qt, a.D, a.score == 0 ? hd.scale : (T)1);
+                         const int32_t *ready, T *held, T *m_out, T *l_out) {
+  if (hd.phase != 2) w.pad(w.x, hd.q + i * a.qt, a.D, a.score == 0 ? hd.scale : (T)1);
   const i64 wide = pad16(a.DV);
   clear<T>(w.acc, wide);
   T m = -__builtin_inf(), l = 0;
@@ -380,7 +390,15 @@ static void forward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64
       walk.take(n, w.idx);
       for (int z = 0; z < AHEAD + 4; z++) w.idx[n + z] = w.idx[n - 1];
     }
-    scores<T>(a, hd, w.x, i, idx, n, e_row + pos, w.s, nullptr, hd.far);
+    if (hd.phase == 2) {
+      __builtin_memcpy(w.s, held + pos, n * sizeof(T));
+    } else {
+      scores<T>(a, hd, w.x, i, idx, n, e_row + pos, w.s, nullptr, hd.far);
+      if (hd.phase == 1) {
+        __builtin_memcpy(held + pos, w.s, n * sizeof(T));
+        continue;
+      }
+    }
     T top = max_of(w.s, n);
     T m_new = top > m ? top : m, base = finite_or_zero(m_new);
     if (pos > pos0) {
@@ -395,11 +413,16 @@ static void forward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64
       dropout<T>(a, hd, i, idx, n, w.m);
       for (i64 e = 0; e < n; e++) w.s[e] *= w.m[e];
     }
-    weighted<T>(w.s, hd.v, a.vt, idx, n, a.DV, w.acc);
+    weighted<T>(w.s, hd.v, a.vt, idx, n, a.DV, w.acc, hd.phase == 2);
     if (hd.ev) weighted<T>(w.s, hd.ev + (e_row + pos) * a.ev_e, a.ev_e, nullptr, n, a.DV, w.acc);
   }
   *m_out = m;
   *l_out = l;
+}
+// where the scores of the r-th row of the list are held between phases
+template <class T, class S> INLINE T *held_of(const Args &a, const Head<T, S> &hd, i64 r) {
+  const i64 *row_edge = plan_i64(a.plan, P_ROW_EDGE);
+  return hd.held ? hd.held + row_edge[r] - row_edge[plan_i64(a.plan, P_ROW_LEAD)[hd.lead]] : nullptr;
 }
 
 template <class T, class S> INLINE void finish_row(const Args &a, const Head<T, S> &hd, i64 i, const T *acc, T m, T l) {
@@ -409,11 +432,11 @@ template <class T, class S> INLINE void finish_row(const Args &a, const Head<T, 
   hd.lse[i] = l == 0 ? -__builtin_inf() : finite_or_zero(m) + slog(l);
 }
 
-template <class T, class S> static void forward_row(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 i) {
+template <class T, class S> static void forward_row(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 i, T *held) {
   const i64 row = hd.lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
   T m, l;
-  forward_part<T>(a, hd, w, row, i, 0, n, nullptr, &m, &l);
-  finish_row<T>(a, hd, i, w.acc, m, l);
+  forward_part<T>(a, hd, w, row, i, 0, n, nullptr, held, &m, &l);
+  if (hd.phase != 1) finish_row<T>(a, hd, i, w.acc, m, l);
 }
 
 // The sources of as many whole rows as fit in one block, or of all where the plan lists them; returns the end of the rows
@@ -448,7 +471,7 @@ static void forward_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, con
   if (unit[4] >= 0) {  // a piece of a hub
     const i64 i = rows[unit[0]], row = hd.lead * a.TQ + i;
     T *part = pieces + (unit[4] - plan_i64(plan, P_PIECE_LEAD)[hd.lead]) * (a.DV + 2);
-    forward_part<T>(a, hd, w, row, i, unit[2], unit[3], listed(a, unit), part, part + 1);
+    forward_part<T>(a, hd, w, row, i, unit[2], unit[3], listed(a, unit), held_of(a, hd, unit[0]), part, part + 1);
     for (i64 c = 0; c < a.DV; c++) part[2 + c] = w.acc[c];
     return;
   }
@@ -457,15 +480,16 @@ static void forward_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, con
     const int32_t *idx;
     i64 end = fill_rows(a, hd.lead, rows, r, unit[1], w.idx, &idx);
     if (end == r) {
-      forward_row<T>(a, hd, w, rows[r++]);
+      forward_row<T>(a, hd, w, rows[r], held_of(a, hd, r));
+      r++;
       continue;
     }
     for (; r < end; r++) {
       const i64 i = rows[r], row = hd.lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
       T m, l;
-      prefetch_target(a, hd, i + 3, false);
-      forward_part<T>(a, hd, w, row, i, 0, n, idx, &m, &l);
-      finish_row<T>(a, hd, i, w.acc, m, l);
+      if (hd.phase != 2) prefetch_target(a, hd, i + 3, false);
+      forward_part<T>(a, hd, w, row, i, 0, n, idx, held_of(a, hd, r), &m, &l);
+      if (hd.phase != 1) finish_row<T>(a, hd, i, w.acc, m, l);
       idx += n;
     }
   }
@@ -508,12 +532,14 @@ template <class T, class S>
 static void edge_grads(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 i, T delta, const int32_t *idx, i64 n, i64 e0,
                        bool ahead) {
   constexpr int W = Simd<T>::W;
-  scores<T>(a, hd, w.x, i, idx, n, e0, w.s, w.th, ahead);
-  dots<T>(w.g, hd.v, a.vt, idx, n, a.DV, w.ds, (const S *)nullptr, 0, 0);
+  if (hd.phase != 2) scores<T>(a, hd, w.x, i, idx, n, e0, w.s, w.th, ahead);
+  if (hd.phase != 1) dots<T>(w.g, hd.v, a.vt, idx, n, a.DV, w.ds, hd.phase ? hd.v : (const S *)nullptr, a.vt, 0);
   if (hd.ev)
     for (i64 e = 0; e < n; e++) w.ds[e] += dot<T>(w.g, hd.ev + (e0 + e) * a.ev_e, a.DV);
   const T lse = hd.lse[i];
-  for (i64 e = 0; e < n; e += W) store(w.p + e, vexp(load(w.s + e) - lse));  // the buffers have room beyond n
+  if (hd.phase != 2)
+    for (i64 e = 0; e < n; e += W) store(w.p + e, vexp(load(w.s + e) - lse));  // the buffers have room beyond n
+  if (hd.phase == 1) return;
   if (a.drop) {
     dropout<T>(a, hd, i, idx, n, w.m);
     for (i64 e = 0; e < n; e++) {
@@ -568,8 +594,8 @@ static void sum_grad(const Args &a, const Head<T, S> &hd, const Scratch<T> &w, i
 template <class T, class S>
 static void backward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 row, i64 i, i64 pos0, i64 pos1,
                           const int32_t *ready, T delta, T *stash, T *dvec, T *dpos) {
-  w.pad(w.x, hd.q + i * a.qt, a.D, a.score == 0 ? hd.scale : (T)1);
-  w.pad(w.g, hd.go + i * a.gt, a.DV, (T)1);
+  if (hd.phase < 2) w.pad(w.x, hd.q + i * a.qt, a.D, a.score == 0 ? hd.scale : (T)1);
+  if (hd.phase % 2 == 0) w.pad(w.g, hd.go + i * a.gt, a.DV, (T)1);
   const i64 wide = pad16(a.D), e_row = a.edge_ptr[row];
   clear<T>(w.acc, wide);
   Walk walk(a, row, ready ? 0 : pos0);
@@ -581,12 +607,21 @@ static void backward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i6
       for (int z = 0; z < AHEAD + 4; z++) w.idx[n + z] = w.idx[n - 1];
     }
     const i64 e0 = e_row + pos;
+    T *own = stash ? stash + (pos - pos0) * hd.each : nullptr;
+    if (hd.phase == 3) {
+      __builtin_memcpy(w.ds, own + hd.ds_at, n * sizeof(T));
+      weighted<T>(w.ds, hd.k, a.kt, idx, n, a.D, w.acc, true);
+      continue;
+    }
+    if (hd.phase == 2) __builtin_memcpy(w.p, own, n * sizeof(T));
     edge_grads<T>(a, hd, w, i, delta, idx, n, e0, true);
-    if (stash)
-      for (i64 e = 0; e < n; e++) {
-        stash[2 * (pos - pos0 + e)] = w.p[e];
-        stash[2 * (pos - pos0 + e) + 1] = w.ds[e];
-      }
+    if (hd.phase) {
+      __builtin_memcpy(own, w.p, n * sizeof(T));
+      if (hd.phase == 1) continue;
+      __builtin_memcpy(own + hd.ds_at, w.ds, n * sizeof(T));
+    } else if (stash) {
+      for (i64 e = 0; e < n; e++) own[2 * e] = w.p[e], own[2 * e + 1] = w.ds[e];
+    }
     if (hd.dbias)
       for (i64 e = 0; e < n; e++) hd.dbias[e0 + e] += w.s[e];
     if (dpos) {
@@ -604,6 +639,7 @@ static void backward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i6
     }
     if (hd.dev)
       for (i64 e = 0; e < n; e++) axpy<T>(w.p[e], w.g, a.DV, hd.dev + (e0 + e) * (a.dev_h ? a.H : 1) * a.DV);
+    if (hd.phase) continue;
     if (a.score == 0) {
       weighted<T>(w.ds, hd.k, a.kt, idx, n, a.D, w.acc);
       if (hd.ek) weighted<T>(w.ds, hd.ek + e0 * a.ek_e, a.ek_e, nullptr, n, a.D, w.acc);
@@ -631,10 +667,11 @@ static void backward_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, co
   if (unit[4] >= 0) {
     const i64 i = rows[unit[0]], row = hd.lead * a.TQ + i;
     T *part = pieces + (unit[4] - plan_i64(plan, P_PIECE_LEAD)[hd.lead]) * (a.D > a.DV ? a.D + 2 : a.DV + 2);
-    T delta = delta_of(a, hd, i);
-    if (unit[2] == 0) hd.delta[i] = delta;
+    const bool own_delta = hd.phase % 2 == 0;
+    T delta = own_delta ? delta_of(a, hd, i) : (T)0;
+    if (unit[2] == 0 && own_delta) hd.delta[i] = delta;
     backward_part<T>(a, hd, w, row, i, unit[2], unit[3], listed(a, unit), delta,
-                     stash ? stash + 2 * (row_edge[unit[0]] - e_lead + unit[2]) : nullptr, dvec, dpos);
+                     stash ? stash + hd.each * (row_edge[unit[0]] - e_lead + unit[2]) : nullptr, dvec, dpos);
     for (i64 c = 0; c < a.D; c++) part[c] = w.acc[c];
     return;
   }
@@ -646,11 +683,12 @@ static void backward_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, co
     if (alone) end = r + 1;
     for (; r < end; r++) {
       const i64 i = rows[r], row = hd.lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
-      prefetch_target(a, hd, i + 3, true);
-      T delta = hd.delta[i] = delta_of(a, hd, i);
+      T delta = 0;
+      if (hd.phase < 3) prefetch_target(a, hd, i + 3, hd.phase != 1);
+      if (hd.phase % 2 == 0) delta = hd.delta[i] = delta_of(a, hd, i);
       backward_part<T>(a, hd, w, row, i, 0, n, alone ? nullptr : idx, delta,
-                       stash ? stash + 2 * (row_edge[r] - e_lead) : nullptr, dvec, dpos);
-      finish_dq<T>(a, hd, i, w.acc);
+                       stash ? stash + hd.each * (row_edge[r] - e_lead) : nullptr, dvec, dpos);
+      if (hd.phase % 3 == 0) finish_dq<T>(a, hd, i, w.acc);
       idx += n;
     }
   }
@@ -668,29 +706,32 @@ static void source_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 
   const i64 line = 64 / sizeof(S);
   const bool direct = stash && a.score == 0;
   if (direct && sp[S_SINGLE]) {
-    constexpr i64 FAR = 24;
+        constexpr i64 FAR = 32;
     const i64 wide_k = pad16(a.D), wide_v = pad16(a.DV);
-    for (i64 t = n0; t < n1;) {
-      const i64 j = ej[t];
-      i64 n = 0;
-      for (; t < n1 && ej[t] == j && n < BLOCK; t++, n++) {
-        if (t + FAR < n1) {
-          const i64 i2 = rows[er[t + FAR]];
-          for (i64 c = 0; c < a.D; c += line) prefetch(hd.q + i2 * a.qt + c);
-          for (i64 c = 0; c < a.DV; c += line) prefetch(hd.go + i2 * a.gt + c);
-          prefetch(stash + 2 * (ee[t + FAR] - e_lead));
-        }
-        const T *pd = stash + 2 * (ee[t] - e_lead);
-        w.idx[n] = rows[er[t]];
-        w.p[n] = pd[0];
-        w.ds[n] = pd[1] * hd.scale;
+    const bool keys = hd.phase != 2, values = hd.phase != 1;
+    for (i64 t = n0, m; t < n1; t += m) {
+      m = n1 - t < BLOCK ? n1 - t : BLOCK;
+      for (i64 e = 0; e < m + AHEAD; e++) w.idx[e] = rows[er[t + e < n1 ? t + e : n1 - 1]];
+      for (i64 e = 0; e < m; e++) {
+        if (t + e + FAR < n1) prefetch(stash + hd.each * (ee[t + e + FAR] - e_lead) + (keys ? hd.ds_at : 0));
+        const T *pd = stash + hd.each * (ee[t + e] - e_lead);
+        if (values) w.p[e] = pd[0];
+        if (keys) w.ds[e] = pd[hd.ds_at] * hd.scale;
       }
-      clear<T>(w.acc, wide_k);
-      weighted<T>(w.ds, hd.q, a.qt, w.idx, n, a.D, w.acc);
-      axpy<T>((T)1, w.acc, a.D, dk + (j - j_base) * dk_t);
-      clear<T>(w.acc, wide_v);
-      weighted<T>(w.p, hd.go, a.gt, w.idx, n, a.DV, w.acc);
-      axpy<T>((T)1, w.acc, a.DV, dv + (j - j_base) * dv_t);
+      for (i64 e = 0, n; e < m; e += n) {
+        const i64 j = ej[t + e];
+        for (n = 1; e + n < m && ej[t + e + n] == j;) n++;
+        if (keys) {
+          clear<T>(w.acc, wide_k);
+          weighted<T>(w.ds + e, hd.q, a.qt, w.idx + e, n, a.D, w.acc, true);
+          axpy<T>((T)1, w.acc, a.D, dk + (j - j_base) * dk_t);
+        }
+        if (values) {
+          clear<T>(w.acc, wide_v);
+          weighted<T>(w.p + e, hd.go, a.gt, w.idx + e, n, a.DV, w.acc, true);
+          axpy<T>((T)1, w.acc, a.DV, dv + (j - j_base) * dv_t);
+        }
+      }
     }
     return;
   }
@@ -702,14 +743,14 @@ static void source_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 
       const i64 i2 = rows[er[t + 8]];
       for (i64 c = 0; c < a.D; c += line) prefetch(hd.q + i2 * a.qt + c);
       for (i64 c = 0; c < a.DV; c += line) prefetch(hd.go + i2 * a.gt + c);
-      if (stash) prefetch(stash + 2 * (ee[t + 8] - e_lead));
+      if (stash) prefetch(stash + hd.each * (ee[t + 8] - e_lead));
     }
     const S *g = hd.go + i * a.gt, *x = hd.q + i * a.qt;
     if (direct) {
-      const T *pd = stash + 2 * (e_own - e_lead);
+      const T *pd = stash + hd.each * (e_own - e_lead);
       for (i64 z = 0; z < n; z++) {
-        axpy<T>(pd[2 * z + 1] * hd.scale, x, a.D, dk + (j + z - j_base) * dk_t);
-        axpy<T>(pd[2 * z], g, a.DV, dv + (j + z - j_base) * dv_t);
+        axpy<T>(pd[hd.each * z + hd.ds_at] * hd.scale, x, a.D, dk + (j + z - j_base) * dk_t);
+        axpy<T>(pd[hd.each * z], g, a.DV, dv + (j + z - j_base) * dv_t);
       }
       continue;
     }
@@ -719,8 +760,8 @@ static void source_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 
       const i64 m = n - z0 < BLOCK ? n - z0 : BLOCK;
       for (i64 z = 0; z < m + AHEAD + 4; z++) w.idx[z] = (int32_t)(j + z0 + (z < m ? z : m - 1));
       if (stash) {
-        const T *pd = stash + 2 * (e_own - e_lead + z0);
-        for (i64 z = 0; z < m; z++) w.p[z] = pd[2 * z], w.ds[z] = pd[2 * z + 1];
+        const T *pd = stash + hd.each * (e_own - e_lead + z0);
+        for (i64 z = 0; z < m; z++) w.p[z] = pd[hd.each * z], w.ds[z] = pd[hd.each * z + hd.ds_at];
       } else {
         edge_grads<T>(a, hd, w, i, hd.delta[i], w.idx, m, e + z0, false);
       }

@@ -454,7 +454,7 @@ static void forward_group(const Args &a, const Head<T, S> &hd, TileScratch<T> &w
   for (int z = 0; z < G; z += W) odd += load(w.l + z) * (T)0 + load(w.m + z) * (T)0;
   if (hsum<T>(odd) != 0) {
     for (int z = 0; z < G; z++)
-      if (rows[z] >= 0) forward_row<T>(a, hd, rw, rows[z]);
+      if (rows[z] >= 0) forward_row<T>(a, hd, rw, rows[z], nullptr);
     return;
   }
   for (int z = 0; z < G; z++) {
