@@ -28,8 +28,8 @@ _ARGS = struct.Struct("=86q4d")  # struct Args of _native/abi.h
 _SLOTS = 64  # partial sums of gradients that every edge adds to
 # Bytes of p and ds per edge kept between the two passes of the backward; beyond it they are computed twice.
 STASH = 256 * 2**20
-# From this size on glibc maps new memory for every tensor (its M_MMAP_THRESHOLD never rises beyond).
-LARGE = 32 * 2**20
+# From this size on new tensors ask for pages of 2 MiB: by then what a page rounds up is little.
+LARGE = 4 * 2**20
 # A group of 32 targets goes to the tiles if it has this many edges per column.
 TILE_FILL = 5.0
 

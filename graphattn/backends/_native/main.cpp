@@ -45,7 +45,7 @@ EXPORT void ga_large_pages(void *p, i64 bytes) {
 
 extern "C" void *ga_alloc(size_t bytes) {
   void *p = nullptr;
-  const bool large = bytes >= ((size_t)1 << 25);
+  const bool large = bytes >= ((size_t)1 << 22);
   if (posix_memalign(&p, large ? (size_t)1 << 21 : 64, bytes)) return nullptr;
   if (large) ga_large_pages(p, (i64)bytes);
   return p;
