@@ -24,12 +24,14 @@ from .numerics import drop_threshold, transformed
 
 _LIBRARY = Path(__file__).parent / "_native" / "libgraphattn.so"
 _ISA = {"base": 1, "v3": 3, "v4": 4}
-_ARGS = struct.Struct("=86q4d")  # struct Args of _native/abi.h
+_ARGS = struct.Struct("=87q4d")  # struct Args of _native/abi.h
 _SLOTS = 64  # partial sums of gradients that every edge adds to
 # Bytes of p and ds per edge kept between the two passes of the backward; beyond it they are computed twice.
 STASH = 256 * 2**20
 # From this size on new tensors ask for pages of 2 MiB: by then what a page rounds up is little.
 LARGE = 4 * 2**20
+# From as many numbers in keys and values on it is asked whether the scores are worth keeping for the backward.
+HOLD = 2**21
 # A group of 32 targets goes to the tiles if it has this many edges per column.
 TILE_FILL = 5.0
 
@@ -289,7 +291,8 @@ class _Attend(torch.autograd.Function):
             g_out = torch.zeros_like(out, dtype=inputs[0].dtype)
         needs = ctx.needs_input_grad[1:]
         if not torch.is_grad_enabled() and not transformed():
-            return None, *_backward(ctx.spec, needs, g_out, g_lse, out, lse, *inputs)
+            held = getattr(ctx, "held", None)
+            return None, *_backward(ctx.spec, needs, g_out, g_lse, out, lse, *inputs, held=held)
         found = iter(_AttendBackward.apply(ctx.spec, needs, g_out, g_lse, out, lse, *inputs))
         return None, *(next(found) if there else None for there in _has_gradient(needs, inputs))
 
@@ -316,7 +319,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spec: _Spec, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        output = _forward(spec, *tensors)  # type: ignore[arg-type]
+        ctx.held = _room(spec, *tensors) if any(ctx.needs_input_grad[1:4]) else None  # type: ignore[arg-type]
+        output = _forward(spec, *tensors, held=ctx.held)  # type: ignore[arg-type]
         _Attend.setup_context(ctx, (spec, *tensors), output)
         return _back(output, tensors[0].dtype)  # type: ignore[union-attr]
 
@@ -553,12 +557,29 @@ def _call(op: int, fields: list[int], tail: tuple[float, ...]) -> None:
         raise MemoryError("the native engine could not get the memory it needs")
 
 
-def _forward(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
+def _room(spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> Tensor | None:
+    """Where the forward leaves its scores for the backward, if keys and values overflow the last level of cache."""
+    if k.numel() + v.numel() < HOLD or spec.score or spec.softcap or any(x is not None for x in extras[1:3]):
+        return None
+    if not q.shape[2] or not q.shape[0] * q.shape[1]:
+        return None
+    out = q[..., :0]  # not written
+    fields = _head(spec, q, k, v, out, out, (None,) * 5, True, 0) + [0] * 32
+    fields[-4] = STASH
+    lib = _checked()
+    count = lib.ga_run(_isa, 2, _ARGS.pack(*fields, *_tail(spec)))
+    return torch.empty(*q.shape[:2], count, dtype=_wide(q)) if count else None
+
+
+def _forward(
+    spec: _Spec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None, held: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     q, k, v, extras = _rows(q), _rows(k), _rows(v), _ready(extras)
     out = _like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=_wide(q))
     if lse.numel():
-        _call(0, _head(spec, q, k, v, out, lse, extras, _tiled(spec, extras), 0) + [0] * 31, _tail(spec))
+        at = 0 if held is None else held.data_ptr()
+        _call(0, _head(spec, q, k, v, out, lse, extras, _tiled(spec, extras), 0) + [0] * 31 + [at], _tail(spec))
     return out, lse
 
 
@@ -573,6 +594,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     *extras: Tensor | None,
+    held: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     shapes = [() if x is None else x.shape for x in extras]
     q, k, v, g_out, ready = _rows(q), _rows(k), _rows(v), _rows(g_out), _ready(extras)
@@ -626,6 +648,7 @@ def _backward(
         STASH,
         delta.data_ptr(),
         need_kv,
+        0 if held is None else held.data_ptr(),
     )
     _call(1, fields, _tail(spec))
     if d_vector is not None:

@@ -177,6 +177,12 @@ template <class S> INLINE bool apart(const Args &a) {
          a.TK * (a.D + a.DV) * (i64)sizeof(S) > ga_last_level() / 8 * 7;
 }
 
+// How many scores for each head the forward may leave for the backward, which then need not read the keys for them again.
+template <class T, class S> static i64 held(const Args &a) {
+  const i64 n = a.plan[P_EMAX];
+  return apart<S>(a) && !(a.softcap > 0) && 2 * n * (i64)sizeof(T) * a.B * a.H <= a.stash_limit ? n : 0;
+}
+
 template <class T, class S> static int forward(const Args &given) {
   Args a = given;
   const i64 bh = a.B * a.H, leads = a.BG * a.HG;
@@ -211,10 +217,10 @@ template <class T, class S> static int forward(const Args &given) {
     n += 1 + job.chunks + ul[lead + 1] - ul[lead];
   }
   job.first[bh] = n;
-  Buffer held(apart<S>(a) ? a.plan[P_EMAX] * sizeof(T) : 0);
-  job.held = (T *)held.p;
+  Buffer held(apart<S>(a) && !a.held ? a.plan[P_EMAX] * sizeof(T) : 0);
+  job.held = a.held ? (T *)a.held : (T *)held.p;
   if (!job.held) ga_parallel(a.threads, n, forward_task<T, S>, &job);
-  for (; job.held && job.bh_first < bh; job.bh_first++)
+  for (; job.held && job.bh_first < bh; job.bh_first++, job.held += a.held ? a.plan[P_EMAX] : 0)
     for (job.phase = 1; job.phase <= 2; job.phase++)
       ga_parallel(a.threads, job.first[job.bh_first + 1] - job.first[job.bh_first], forward_task<T, S>, &job);
   if (pieces && !job.failed) ga_parallel(a.threads, bh, hub_task<T, S>, &job);
@@ -469,9 +475,13 @@ template <class T, class S> static int backward(const Args &given) {
     const i64 n = job.bh1 - job.bh0;
     const bool phased = job.stash && !a.shared && !(a.softcap > 0) && apart<S>(a);
     if (!phased) ga_parallel(a.threads, (a.shared ? leads : n) * job.slots, target_task<T, S>, &job);
-    for (job.bh_first = 0; phased && job.bh_first < n; job.bh_first++)
-      for (job.phase = 1; job.phase <= 3; job.phase++) ga_parallel(a.threads, job.slots, target_task<T, S>, &job);
+    for (job.bh_first = 0; phased && job.bh_first < n; job.bh_first++) {
+      job.held = a.held ? (T *)a.held + (at + job.bh_first) * a.plan[P_EMAX] : nullptr;
+      for (job.phase = a.held ? 2 : 1; job.phase <= 3; job.phase++)
+        ga_parallel(a.threads, job.slots, target_task<T, S>, &job);
+    }
     job.bh_first = job.phase = 0;
+    job.held = nullptr;
     if (job.failed) return 1;
     if (pieces) ga_parallel(a.threads, n, hub_back_task<T, S>, &job);
     if (!a.need_kv) continue;
@@ -506,6 +516,8 @@ template <class T, class S> static int backward(const Args &given) {
 #define NAME(ns) NAME2(ns)
 extern "C" __attribute__((visibility("hidden"))) int NAME(GA_NS)(int op, const Args *a) {
   using namespace GA_NS;
+  if (op == 2)
+    return (int)(a->wide == 1 ? held<double, double>(*a) : a->wide == 2 ? held<float, BF16>(*a) : held<float, float>(*a));
   if (a->wide == 1) return op ? backward<double, double>(*a) : forward<double, double>(*a);
   if (a->wide == 2) return op ? backward<float, BF16>(*a) : forward<float, BF16>(*a);
   return op ? backward<float, float>(*a) : forward<float, float>(*a);

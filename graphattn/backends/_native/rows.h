@@ -29,7 +29,7 @@ template <class T, class S> struct Head {
   // Tables that are larger together than the last level of cache, but less so one by one, are gathered one by one, in
   // phases over all rows: 0 does everything, 1 reads keys alone, 2 values alone, 3 keys again (dq).
   int phase = 0;
-  T *held = nullptr;        // forward: the scores, between the phases
+  T *held = nullptr;        // the scores, between the phases of the forward and for the backward
   i64 each = 2, ds_at = 1;  // stash: p of edge e at e * each, ds at e * each + ds_at
   INLINE Head(const Args &a, i64 b_, i64 h_) : b(b_), h(h_) {
     i64 hk = h / (a.H / a.HK);
@@ -593,7 +593,7 @@ static void sum_grad(const Args &a, const Head<T, S> &hd, const Scratch<T> &w, i
 // Pass over targets: edges [pos0, pos1) of one row.  Leaves dq in w.acc (for Dot still to be scaled).
 template <class T, class S>
 static void backward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i64 row, i64 i, i64 pos0, i64 pos1,
-                          const int32_t *ready, T delta, T *stash, T *dvec, T *dpos) {
+                          const int32_t *ready, T delta, T *stash, const T *held, T *dvec, T *dpos) {
   if (hd.phase < 2) w.pad(w.x, hd.q + i * a.qt, a.D, a.score == 0 ? hd.scale : (T)1);
   if (hd.phase % 2 == 0) w.pad(w.g, hd.go + i * a.gt, a.DV, (T)1);
   const i64 wide = pad16(a.D), e_row = a.edge_ptr[row];
@@ -613,7 +613,12 @@ static void backward_part(const Args &a, const Head<T, S> &hd, Scratch<T> &w, i6
       weighted<T>(w.ds, hd.k, a.kt, idx, n, a.D, w.acc, true);
       continue;
     }
-    if (hd.phase == 2) __builtin_memcpy(w.p, own, n * sizeof(T));
+    if (hd.phase == 2 && held) {
+      __builtin_memcpy(w.s, held + pos - pos0, n * sizeof(T));
+      for (i64 e = 0; e < n; e += Simd<T>::W) store(w.p + e, vexp(load(w.s + e) - hd.lse[i]));
+    } else if (hd.phase == 2) {
+      __builtin_memcpy(w.p, own, n * sizeof(T));
+    }
     edge_grads<T>(a, hd, w, i, delta, idx, n, e0, true);
     if (hd.phase) {
       __builtin_memcpy(own, w.p, n * sizeof(T));
@@ -671,7 +676,8 @@ static void backward_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, co
     T delta = own_delta ? delta_of(a, hd, i) : (T)0;
     if (unit[2] == 0 && own_delta) hd.delta[i] = delta;
     backward_part<T>(a, hd, w, row, i, unit[2], unit[3], listed(a, unit), delta,
-                     stash ? stash + hd.each * (row_edge[unit[0]] - e_lead + unit[2]) : nullptr, dvec, dpos);
+                     stash ? stash + hd.each * (row_edge[unit[0]] - e_lead + unit[2]) : nullptr,
+                     hd.held ? held_of(a, hd, unit[0]) + unit[2] : nullptr, dvec, dpos);
     for (i64 c = 0; c < a.D; c++) part[c] = w.acc[c];
     return;
   }
@@ -687,7 +693,7 @@ static void backward_unit(const Args &a, const Head<T, S> &hd, Scratch<T> &w, co
       if (hd.phase < 3) prefetch_target(a, hd, i + 3, hd.phase != 1);
       if (hd.phase % 2 == 0) delta = hd.delta[i] = delta_of(a, hd, i);
       backward_part<T>(a, hd, w, row, i, 0, n, alone ? nullptr : idx, delta,
-                       stash ? stash + hd.each * (row_edge[r] - e_lead) : nullptr, dvec, dpos);
+                       stash ? stash + hd.each * (row_edge[r] - e_lead) : nullptr, held_of(a, hd, r), dvec, dpos);
       if (hd.phase % 3 == 0) finish_dq<T>(a, hd, i, w.acc);
       idx += n;
     }

@@ -472,7 +472,7 @@ static void backward_group_rows(const Args &a, const Head<T, S> &hd, Scratch<T> 
     if (rows[z] < 0) continue;
     const i64 i = rows[z], row = hd.lead * a.TQ + i, n = a.edge_ptr[row + 1] - a.edge_ptr[row];
     const T delta = delta_of(a, hd, i);
-    backward_part<T>(a, hd, w, row, i, 0, n, nullptr, delta, nullptr, nullptr, dpos);
+    backward_part<T>(a, hd, w, row, i, 0, n, nullptr, delta, nullptr, nullptr, nullptr, dpos);
     finish_dq<T>(a, hd, i, w.acc);
     if (!dk) continue;
     Walk walk(a, row, 0);
