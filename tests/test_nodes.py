@@ -45,6 +45,25 @@ def models(features: int = 7, classes: int = 3, **options) -> list[NodeClassifie
 # ---------------------------------------------------------------------- the published model
 
 
+@pytest.mark.parametrize("score", ["additive", "gatv2", "dot"])
+@pytest.mark.parametrize("concat", [True, False])
+def test_hops_apply_the_attention_again_and_again(score: str, concat: bool) -> None:
+    """Equation 6 of attention diffusion (Wang et al. 2021): Z <- (1 - a) A Z + a V, from Z = V."""
+    graph, x = random_graph(13, 60), torch.randn(13, 7).double()
+    layer = GATLayer(7, 5, 2, score=score, concat=concat, hops=4, teleport=0.3).double().eval()
+    out = layer(x, graph)
+    weight = layer.head.weights(x, graph)  # (heads, E)
+    target, source = graph.targets_sources()
+    dense = torch.zeros(2, 13, 13).double()
+    dense[:, target, source] = weight
+    value = layer.head.project(x)[2]
+    z = value
+    for _ in range(4):
+        z = 0.7 * dense @ z + 0.3 * value
+    want = (z.transpose(0, 1).flatten(1) if concat else z.mean(0)) + layer.bias
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+
+
 def test_gat_is_pyg_gat():
     """Two GATConv with the same weights: outputs and gradients."""
     geometric = pytest.importorskip("torch_geometric.nn")
