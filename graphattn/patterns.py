@@ -90,7 +90,8 @@ def empty(t: int, s: int | None = None) -> Graph:
     t = _size(t, "t")
     s = t if s is None else _size(s, "s")
     none = torch.zeros(0, dtype=torch.int64)
-    return Graph._new(torch.zeros(t + 1, dtype=torch.int64), none, none, check_shape((t, s)))
+    shape = check_shape((t, s))
+    return Graph._new(torch.zeros(t + 1, dtype=torch.int64), none, none, shape)
 
 
 @plainly
@@ -119,10 +120,11 @@ def causal(t: int, s: int | None = None, align: Literal["start", "end"] | None =
         raise ValueError(
             f'causal({t}, {s}) is a rectangle: say align="start" (j <= i) or align="end" (j <= i + {s - t})'
         )
+    shape = check_shape((t, s))
     stop = torch.arange(1, t + 1)
     if align == "end":
         stop += s - t
-    return _one_run(torch.zeros(t, dtype=torch.int64), stop.clamp_(0, s), check_shape((t, s)))
+    return _one_run(torch.zeros(t, dtype=torch.int64), stop.clamp_(0, s), shape)
 
 
 @plainly
