@@ -115,44 +115,32 @@ class Run:
         Raises:
             RunError: missing, damaged, or in use by another process; the message names the file.
         """
-        folder = Path(folder)
-        if not folder.exists():
-            raise RunError(f"{folder} does not exist: a run is a folder that `graphattn train` wrote")
-        if not folder.is_dir():
-            raise RunError(f"{folder} is no folder: a run is a folder that `graphattn train` wrote")
-        run = cls(folder, {})
-        if write:
-            run.lock()
+        if not write:
+            return cls.reading(folder, lambda run: run)
+        run = cls(_present(folder), {})
+        run.lock()
         try:
-            run._settled(run._check_files, again=not write)
-            if write:
-                run._sweep()
-                run._start_metrics()
+            run.manifest = _read_manifest(run.folder)
+            run._check_files()
+            run._sweep()
+            run._start_metrics()
         except BaseException:
             run.close()
             raise
         return run
 
-    def _settled(self, read: Callable[[], T], again: bool = True) -> T:
-        """`read()` on the last checkpoint; once more if a run that is being written removed files in favour of its next."""
-        while True:
-            self.manifest = _read_manifest(self.folder)
-            try:
-                return read()
-            except RunError:
-                if not again or _read_manifest(self.folder) == self.manifest:
-                    raise
-
     @classmethod
     def reading(cls, folder: str | Path, use: Callable[[Run], T]) -> T:
-        """`use(run)` on a run that another process may be writing: begun anew if its next checkpoint came in between."""
-        run = cls.open(folder)
-        try:
-            return use(run)
-        except RunError:
-            if _read_manifest(run.folder) == run.manifest:
-                raise
-        return cls.reading(folder, use)
+        """`use` of a run that another process may be writing: begun anew if its next checkpoint came in between."""
+        folder = _present(folder)
+        while True:
+            run = cls(folder, _read_manifest(folder))
+            try:
+                run._check_files()
+                return use(run)
+            except RunError:
+                if _read_manifest(folder) == run.manifest:
+                    raise
 
     def lock(self) -> None:
         """Keep other writers out for as long as this process lives; a lock on the folder itself leaves no file."""
@@ -401,6 +389,15 @@ class Run:
 
 
 # ---------------------------------------------------------------------- bytes on disk
+
+
+def _present(folder: str | Path) -> Path:
+    folder = Path(folder)
+    if not folder.exists():
+        raise RunError(f"{folder} does not exist: a run is a folder that `graphattn train` wrote")
+    if not folder.is_dir():
+        raise RunError(f"{folder} is no folder: a run is a folder that `graphattn train` wrote")
+    return folder
 
 
 @contextlib.contextmanager

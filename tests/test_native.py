@@ -230,6 +230,13 @@ def test_recomputing_equals_keeping(name: str, monkeypatch: pytest.MonkeyPatch) 
         near(gradients(leaves, g, "native", softcap=1.0), kept, 1e-13, "recomputed")
 
 
+def everyone() -> Graph:
+    """40,000 targets that read source 0, which is cut into pieces, and two others."""
+    target = torch.arange(40000).repeat(3)
+    source = torch.cat([torch.zeros(40000, dtype=torch.int64), 1 + torch.arange(80000) * 7 % 399])
+    return Graph.from_keys(torch.unique(target * 401 + source), (40000, 400))
+
+
 def gathered_often() -> dict[str, Graph]:
     """Graphs off the tile route each of whose sources many targets read."""
     hub = random_mask(2100, 1500, 0.008)
@@ -240,6 +247,7 @@ def gathered_often() -> dict[str, Graph]:
         "regular": ga.random_regular(700, 8, seed=1),
         "hub target and empty rows": graph_of(hub),
         "hub source": graph_of(hub.T.contiguous()[:, :200].contiguous()),
+        "source of all": everyone(),
         "pairs": graph_of(random_mask(900, 450, 0.02).repeat_interleave(2, 1)),
         "tiles too": ga.random_regular(600, 9, seed=2) | ga.window(600, 80) & graph_of(first),
     }  # fmt: skip
@@ -253,7 +261,7 @@ def test_tables_gathered_one_by_one_give_the_same_bits(
     """Where keys and values together are larger than the last level of cache, rows are gone through in phases."""
     g = gathered_often()[name]
     try:
-        for b, h, hk, d, dv in ((1, 1, 1, 64, 64), (2, 4, 2, 17, 9), (1, 2, 1, 3, 40)):
+        for b, h, hk, d, dv in ((1, 1, 1, 64, 64), (2, 4, 2, 17, 9), (1, 8, 8, 8, 8), (1, 2, 1, 3, 40)):
             for option in ("none", "dropout", "alibi", "relative", "softcap", "bias"):
                 options: dict = (
                     {"bias": torch.randn(h, g.num_edges)} if option == "bias" else dict(OPTIONS.get(option, {}))

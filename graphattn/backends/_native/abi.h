@@ -41,7 +41,7 @@ struct Args {
   i64 stash_limit;        // bytes of p and ds per edge kept between the two passes of the backward
   void *delta;            // (B, H, TQ)
   i64 need_kv;
-  void *held;             // (B, H, P_EMAX) scores that the forward leaves for the backward, or null; see ga_held
+  void *held;             // (B, H, P_EMAX) scores that the forward leaves for the backward, or null; see operation 2
   double scale, softcap, slope, keep;
 };
 

@@ -177,10 +177,11 @@ template <class S> INLINE bool apart(const Args &a) {
          a.TK * (a.D + a.DV) * (i64)sizeof(S) > ga_last_level() / 8 * 7;
 }
 
-// How many scores for each head the forward may leave for the backward, which then need not read the keys for them again.
+// Operation 2: how many scores for each head the forward may leave for the backward, which then need not read the keys for
+// them again.  The route of narrow heads leaves none.
 template <class T, class S> static i64 held(const Args &a) {
   const i64 n = a.plan[P_EMAX];
-  return apart<S>(a) && !(a.softcap > 0) && 2 * n * (i64)sizeof(T) * a.B * a.H <= a.stash_limit ? n : 0;
+  return apart<S>(a) && !narrow(a, false) && !(a.softcap > 0) && 2 * n * (i64)sizeof(T) * a.B * a.H <= a.stash_limit ? n : 0;
 }
 
 template <class T, class S> static int forward(const Args &given) {
