@@ -28,7 +28,7 @@ _WHERE = {
     "to_block_mask from_key_padding to_key_padding from_cu_seqlens to_cu_seqlens from_hf to_hf "
     "from_npz to_npz",
     "scores": "Dot Additive GATv2 alibi relative",
-    "backends": "attend attend_lse weights merge explain calibrate BACKENDS",
+    "backends": "attend attend_lse weights edge_scores merge explain calibrate BACKENDS",
     "audit": "receptive_field find_leak compare assert_no_leak coverage layers_to_cover audit_page audit_picture Leak "
     "Difference Hop",
     "order": "reorder tile_fill",

@@ -29,6 +29,7 @@ class Head(nn.Module):
         context_dim: width of the context, by default dim.
         score: "dot" (Vaswani et al. 2017), "additive" (GAT, Velickovic et al. 2018) or "gatv2" (Brody et al. 2022).
             The last two score the projected values themselves, so they have no separate key projection.
+        tied: the dot product does so too: one projection gives queries, keys and values (Kim and Oh 2021, section 3).
         qk_norm: layer norm over each head's queries and keys (Dehghani et al. 2023, section 2.1).
         rotary: rotary positions on queries and keys (Su et al. 2021); needs an even head_dim.
         bias: whether the projections have one.
@@ -37,8 +38,8 @@ class Head(nn.Module):
 
     def __init__(
         self, dim: int, head_dim: int, heads: int = 1, *, kv_heads: int | None = None, context_dim: int | None = None,
-        score: str = "dot", qk_norm: bool = False, rotary: bool = False, bias: bool = False, dropout: float = 0.0,
-        slope: float = 0.2,
+        score: str = "dot", tied: bool = False, qk_norm: bool = False, rotary: bool = False, bias: bool = False,
+        dropout: float = 0.0, slope: float = 0.2,
     ) -> None:  # fmt: skip
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -51,6 +52,11 @@ class Head(nn.Module):
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if score != "dot" and (kv_heads != heads or qk_norm or rotary):
             raise ValueError(f"kv_heads, qk_norm and rotary belong to the dot score, not to {score}")
+        if tied and (score != "dot" or kv_heads != heads or context_dim not in (None, dim)):
+            raise ValueError(
+                "tied projects once for queries, keys and values: it needs the dot score, as many kv_heads as heads and a "
+                f"context of x's width; got {score}, {kv_heads} of {heads} and {context_dim} for {dim}"
+            )
         if rotary and head_dim % 2:
             raise ValueError(f"rotary positions turn pairs of numbers, so head_dim must be even, got {head_dim}")
         if not 0 <= dropout < 1:
@@ -58,9 +64,12 @@ class Head(nn.Module):
         self.dim, self.head_dim, self.heads, self.kv_heads = dim, head_dim, heads, kv_heads
         self.context_dim = dim if context_dim is None else context_dim
         self.score, self.rotary, self.dropout, self.slope = score, rotary, dropout, slope
+        self.tied = tied
         self.value = nn.Linear(self.context_dim, kv_heads * head_dim, bias=bias)
         self.query: nn.Linear | None
-        if score == "dot":
+        if tied:
+            self.query = None
+        elif score == "dot":
             self.query = nn.Linear(dim, heads * head_dim, bias=bias)
             self.key = nn.Linear(self.context_dim, kv_heads * head_dim, bias=bias)
         elif score == "gatv2":
@@ -128,6 +137,12 @@ class Head(nn.Module):
             queries, keys = queries[None], keys[None]
         return backends.weights(queries, keys, graph, score=self._score(), **options)
 
+    def edge_scores(self, queries: Tensor, keys: Tensor, graph: Graph, **options: Any) -> Tensor:
+        """Scores before the softmax of already projected queries and keys, `(..., heads, E)`: see `graphattn.edge_scores`."""
+        if graph.lead and queries.dim() == 3:
+            queries, keys = queries[None], keys[None]
+        return backends.edge_scores(queries, keys, graph, score=self._score(), **options)
+
     def queries(self, x: Tensor, positions: Tensor | None = None, values: Tensor | None = None) -> Tensor:
         """`(..., heads, T_q, D)`, D 1 for the additive score; `values` are those of x where it is also the context."""
         if self.score == "additive":
@@ -136,7 +151,10 @@ class Head(nn.Module):
             else:
                 own = self._split(self.value(x), self.heads) if values is None else values
             return terms.additive_term(own, self.target_vector)
-        q = self._split(self.query(x), self.heads)  # type: ignore[misc]  # (..., heads, T_q, D)  # type: ignore[misc]
+        if self.tied:
+            q = self._split(self.value(x), self.heads) if values is None else values
+        else:
+            q = self._split(self.query(x), self.heads)  # type: ignore[misc]  # (..., heads, T_q, D)
         if self.query_norm is not None:
             q = self.query_norm(q)
         return _turn(q, positions) if self.rotary else q
@@ -148,7 +166,7 @@ class Head(nn.Module):
             return v, v
         if self.score == "additive":
             return terms.additive_term(v, self.source_vector), v
-        k = self._split(self.key(context), self.kv_heads)
+        k = v if self.tied else self._split(self.key(context), self.kv_heads)
         if self.key_norm is not None:
             k = self.key_norm(k)
         return (_turn(k, positions) if self.rotary else k), v

@@ -25,13 +25,17 @@ from .results import read_runs, write_runs
 class Recipe:
     """A model and how it is trained.  The defaults are GAT's published settings for Cora and CiteSeer.
 
-    block ... degree: see `NodeClassifier`.  loops: add self-loops.  normalize: feature rows sum to 1.
+    block ... tied: see `NodeClassifier`.  loops: add self-loops.  normalize: feature rows sum to 1.
     epochs, patience: stop after `epochs`, or `patience` epochs without a better validation loss or metric.
     every: validate after every so many epochs.  cycle: the rate rises to lr and falls to 0 within `epochs`, once (Smith
     and Topin 2018), else it is constant.
     select: "both" keeps the epoch at which loss and metric were best together (as GAT does), "metric" that of the best
-    metric, then the least loss.  consistency: weight of the term that pulls two dropout samples of every node to their
-    sharpened mean (`temperature`), as in GRAND (Feng et al. 2020), 0 to leave it out.
+    metric, then the least loss, "loss" that of the least loss (as Fey and Lenssen 2019 compare models).
+    consistency: weight of the term that pulls two dropout samples of every node to their sharpened mean (`temperature`),
+    as in GRAND (Feng et al. 2020), 0 to leave it out.
+    link: weight of the term that trains the mean score over heads of every layer to tell edges from other pairs, as in
+    SuperGAT (Kim and Oh 2021, section 3), on a share `link_edges` of the edges and, for each of those, `link_pairs`
+    random pairs, drawn anew for every step; 0 to leave it out.
     """
 
     block: str = "gat"
@@ -47,6 +51,7 @@ class Recipe:
     hops: int = 1
     teleport: float = 0.1
     degree: bool = False
+    tied: bool = False
     loops: bool = True
     normalize: bool = True
     lr: float = 0.005
@@ -58,13 +63,16 @@ class Recipe:
     select: str = "both"
     consistency: float = 0.0
     temperature: float = 0.5
+    link: float = 0.0
+    link_edges: float = 0.8
+    link_pairs: float = 0.3
 
     def model(self, data: NodeData) -> NodeClassifier:
         return NodeClassifier(
             data.x.shape[1], data.classes, block=self.block, score=self.score, layers=self.layers, heads=self.heads,
             head_dim=self.head_dim, out_heads=self.out_heads, dropout=self.dropout, edge_dropout=self.edge_dropout,
             value_dropout=self.value_dropout, residual=self.residual, hops=self.hops, teleport=self.teleport,
-            degree=self.degree,
+            degree=self.degree, tied=self.tied,
         )  # fmt: skip
 
 
@@ -73,20 +81,27 @@ _WIDE = Recipe(
     weight_decay=0.0, epochs=300, patience=100, select="metric",
 )  # fmt: skip
 
+# SuperGAT with dot products; its authors' tuned weights for PubMed, rounded: link 15.0, decay 1.9e-4
+_LINKED = Recipe(
+    score="dot", tied=True, out_heads=8, link=10.0, lr=0.01, weight_decay=2e-4, epochs=500, patience=500,
+    select="metric",
+)  # fmt: skip
+
 # name of the recipe -> dataset -> recipe; "best" was chosen on validation nodes
 RECIPES: dict[str, dict[str, Recipe]] = {
     "published": {
         "cora": Recipe(),
         # values dropped too, as the authors' code does: better on CiteSeer's validation nodes
         "citeseer": Recipe(value_dropout=0.6),
-        "pubmed": Recipe(out_heads=8, lr=0.01, weight_decay=1e-3),
+        # the authors' rule for the epoch gives 77.2 +- 0.8 here; 500 validation nodes say little by their accuracy
+        "pubmed": Recipe(out_heads=8, lr=0.01, weight_decay=1e-3, select="loss"),
         # karate has nothing to validate on: this recipe was found by looking at all 34 members
         "karate": Recipe(score="dot", dropout=0.5, edge_dropout=0.5, epochs=300, consistency=1.0),
     },
     "best": {
         "cora": Recipe(consistency=1.0),
         "citeseer": Recipe(value_dropout=0.6, consistency=1.0),
-        "pubmed": Recipe(score="dot", hops=10, out_heads=8, lr=0.01, weight_decay=1e-3),
+        "pubmed": _LINKED,
         "minesweeper": _WIDE,
         "tolokers": replace(_WIDE, heads=2, head_dim=32, degree=True, lr=0.01, cycle=True, every=10, patience=300),
     },
@@ -108,6 +123,27 @@ class Run:
         """All but the model, for JSON, which has no NaN: None where there is no validation."""
         kept = {name: getattr(self, name) for name in ("val", "test", "epoch", "epochs", "seconds")}
         return {name: None if value != value else value for name, value in kept.items()}
+
+
+class Best:
+    """Which epoch to keep, by `Recipe.select`."""
+
+    def __init__(self, select: str) -> None:
+        if select not in ("both", "metric", "loss"):
+            raise ValueError(f"select must be both, metric or loss, got {select!r}")
+        self.select, self.metric, self.loss = select, -math.inf, math.inf
+
+    def offer(self, metric: float, loss: float) -> tuple[bool, bool]:
+        """Is this epoch to be kept, and did anything get better, so that training goes on?"""
+        if self.select == "both":
+            higher, lower = metric >= self.metric, loss <= self.loss
+            self.metric, self.loss = max(metric, self.metric), min(loss, self.loss)
+            return higher and lower, higher or lower
+        rank = (metric, -loss) if self.select == "metric" else (-loss,)
+        best = (self.metric, -self.loss) if self.select == "metric" else (-self.loss,)
+        if rank > best:
+            self.metric, self.loss = metric, loss
+        return rank > best, rank > best
 
 
 def prepare(data: NodeData, recipe: Recipe) -> tuple[Tensor | SparseFeatures, Graph]:
@@ -164,7 +200,7 @@ def fit(
     if recipe.cycle:
         rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, recipe.epochs, cycle_momentum=False)
     train, val, test = (m[split].nonzero().squeeze(1) for m in (data.train, data.val, data.test))
-    best_metric, best_loss, kept, kept_epoch, waited = -math.inf, math.inf, None, 0, 0
+    best, kept, kept_epoch, waited = Best(recipe.select), None, 0, 0
     epoch = 0
     name = f"{data.name} seed {seed}"
     bar = tqdm(range(1, recipe.epochs + 1), disable=None if progress else True, leave=False, desc=name)
@@ -181,15 +217,7 @@ def fit(
         out = predict(model, x, graph, backend)[val]
         val_loss, val_metric = float(F.cross_entropy(out, data.y[val])), metric(data.metric, out, data.y[val])
         bar.set_postfix(val=f"{val_metric:.1f}", loss=f"{val_loss:.3f}", refresh=False)
-        if recipe.select == "both":
-            better = val_metric >= best_metric and val_loss <= best_loss
-            moved = val_metric >= best_metric or val_loss <= best_loss
-            best_metric, best_loss = max(best_metric, val_metric), min(best_loss, val_loss)
-        else:
-            better = (val_metric, -val_loss) > (best_metric, -best_loss)
-            moved = better
-            if better:
-                best_metric, best_loss = val_metric, val_loss
+        better, moved = best.offer(val_metric, val_loss)
         if better:
             kept, kept_epoch = copy.deepcopy(model.state_dict()), epoch
         waited = 0 if moved else waited + recipe.every
@@ -213,8 +241,14 @@ def predict(model: NodeClassifier, x: Tensor | SparseFeatures, graph: Graph, bac
 def _loss(
     model: NodeClassifier, x: Any, graph: Graph, y: Tensor, train: Tensor, recipe: Recipe, backend: str
 ) -> Tensor:
-    out = model(x, graph, backend=backend)
+    if recipe.link:
+        pairs, real = drawn_pairs(graph, recipe.link_edges, recipe.link_pairs)
+        out, scores = model(x, graph, pairs=pairs, backend=backend)
+    else:
+        out, scores, real = model(x, graph, backend=backend), [], y
     loss = F.cross_entropy(out.index_select(0, train), y[train])
+    for s in scores:
+        loss = loss + recipe.link * F.binary_cross_entropy_with_logits(s.mean(-2), real)
     if not recipe.consistency:
         return loss
     twin = model(x, graph, backend=backend)
@@ -225,6 +259,23 @@ def _loss(
         sharp = sharp / sharp.sum(-1, keepdim=True)
     pull = ((a - sharp).square().sum(-1) + (b - sharp).square().sum(-1)).mean() / 2
     return loss + recipe.consistency * pull
+
+
+def drawn_pairs(graph: Graph, edges: float, others: float) -> tuple[Graph, Tensor]:
+    """A share of the edges, and for each of those `others` random pairs, from torch's random state.
+
+    Returns the pairs as a graph, and for each of its edges in order 1.0 if it is an edge of `graph`, else 0.0: a random
+    pair that happens to be one counts as one.
+    """
+    known = graph.edge_keys()
+    kept = known[torch.rand(known.shape, device=known.device) < edges]
+    wild = int(others * kept.numel())
+    target, source = (torch.randint(n, (wild,), device=known.device) for n in (graph.t, graph.s))
+    pairs = Graph.from_keys(torch.cat([kept, target * (graph.s + 1) + source]), graph.shape)
+    drawn = pairs.edge_keys()
+    at = torch.searchsorted(known, drawn).clamp(max=max(known.numel() - 1, 0))
+    real = known[at] == drawn if known.numel() else torch.zeros_like(drawn, dtype=torch.bool)
+    return pairs, real.float()
 
 
 # ---------------------------------------------------------------------- many seeds, kept in a file

@@ -31,6 +31,7 @@ class GATLayer(nn.Module):
         score: "additive" (GAT), "gatv2" or "dot".
         dropout: probability of dropping an edge; value_dropout: an entry of the values, as in the authors' code.
         edge_dim: width of edge features, which enter the score before its nonlinearity ("dot": keys and values).
+        tied: of `Head`.
         residual: a learned projection of the features is added.
         hops, teleport: the attention is applied `hops` times, each time keeping a share `teleport` of the values
             (attention diffusion, Wang et al. 2021, equation 6); one hop is GAT.
@@ -39,7 +40,7 @@ class GATLayer(nn.Module):
     def __init__(
         self, dim: int, head_dim: int, heads: int = 1, *, concat: bool = True, score: str = "additive",
         dropout: float = 0.0, value_dropout: float = 0.0, slope: float = 0.2, edge_dim: int | None = None,
-        residual: bool = False, hops: int = 1, teleport: float = 0.1,
+        tied: bool = False, residual: bool = False, hops: int = 1, teleport: float = 0.1,
     ) -> None:  # fmt: skip
         super().__init__()
         if hops < 1:
@@ -47,15 +48,21 @@ class GATLayer(nn.Module):
         if not 0 <= teleport < 1:
             raise ValueError(f"teleport must be in [0, 1), got {teleport}")
         self.value_dropout, self.hops, self.teleport = value_dropout, hops, teleport
-        self.head = _projected(Head(dim, head_dim, heads, score=score, dropout=dropout, slope=slope))
+        self.head = _projected(Head(dim, head_dim, heads, score=score, tied=tied, dropout=dropout, slope=slope))
         self.concat = concat
         width = heads * head_dim if concat else head_dim
         self.bias = nn.Parameter(torch.zeros(width))
         self.skip = Projection(dim, width, bias=False) if residual else None
         self.edges = EdgeFeatures(edge_dim, self.head) if edge_dim is not None else None
 
-    def forward(self, x: Features, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
-        """`(..., N, dim)` to `(..., N, width)`; edge_features `(E, edge_dim)` in edge order."""
+    def forward(
+        self, x: Features, graph: Graph, edge_features: Tensor | None = None, *, pairs: Graph | None = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """`(..., N, dim)` to `(..., N, width)`; edge_features `(E, edge_dim)` in edge order.
+
+        With pairs, also the scores of these pairs (without edge features), `(..., heads, P)`.
+        """
         if self.edges is not None:
             options |= self.edges(edge_features)
         # the head's projections take sparse features too
@@ -73,7 +80,9 @@ class GATLayer(nn.Module):
         if not self.concat:
             out = out.unflatten(-1, (self.head.heads, self.head.head_dim)).mean(-2)
         out = out + self.bias
-        return out if self.skip is None else out + self.skip(x)
+        if self.skip is not None:
+            out = out + self.skip(x)
+        return out if pairs is None else (out, self.head.edge_scores(queries, keys, pairs))
 
 
 class NodeNorm(nn.BatchNorm1d):
@@ -92,7 +101,7 @@ class GraphBlock(nn.Module):
 
     def __init__(
         self, dim: int, heads: int, *, score: str = "dot", dropout: float = 0.0, edge_dropout: float = 0.0,
-        edge_dim: int | None = None, expand: int = 2, norm: str = "layer", degree: bool = False,
+        edge_dim: int | None = None, expand: int = 2, norm: str = "layer", degree: bool = False, tied: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if dim % heads:
@@ -101,7 +110,7 @@ class GraphBlock(nn.Module):
             raise ValueError(f"norm must be one of {', '.join(NORMS)}; got {norm!r}")
         made = nn.LayerNorm if norm == "layer" else NodeNorm
         self.attention_norm, self.network_norm = made(dim), made(dim)
-        self.head = Head(dim, dim // heads, heads, score=score, bias=True, dropout=edge_dropout)
+        self.head = Head(dim, dim // heads, heads, score=score, tied=tied, bias=True, dropout=edge_dropout)
         self.out = nn.Linear(dim, dim)
         self.by_degree = nn.Linear(dim, dim) if degree else None
         self.network = nn.Sequential(
@@ -110,16 +119,21 @@ class GraphBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.edges = EdgeFeatures(edge_dim, self.head) if edge_dim is not None else None
 
-    def forward(self, x: Tensor, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
-        """`(..., N, dim)` to the same; edge_features `(E, edge_dim)` in edge order."""
+    def forward(
+        self, x: Tensor, graph: Graph, edge_features: Tensor | None = None, *, pairs: Graph | None = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """`(..., N, dim)` to the same; edge_features `(E, edge_dim)` in edge order; pairs as in `GATLayer`."""
         if self.edges is not None:
             options |= self.edges(edge_features)
-        read = self.head(self.attention_norm(x), graph, **options)
+        queries, keys, values = self.head.project(self.attention_norm(x))
+        read = self.head.attend(queries, keys, values, graph, **options)
         heard = self.out(read)
         if self.by_degree is not None:
             heard = heard + self.by_degree(read * torch.log1p(graph.degree().to(read.dtype))[..., None])
         x = x + self.dropout(heard)
-        return x + self.dropout(self.network(self.network_norm(x)))
+        x = x + self.dropout(self.network(self.network_norm(x)))
+        return x if pairs is None else (x, self.head.edge_scores(queries, keys, pairs))
 
 
 class EdgeFeatures(nn.Module):
@@ -165,6 +179,7 @@ class NodeClassifier(nn.Module):
         dropout: on the features that enter each layer; edge_dropout: on edges; value_dropout: on values (gat alone).
         residual: GAT layers add a projection of their input.
         hops, teleport: of the last GAT layer, see `GATLayer`: classes are passed on along paths of that length.
+        tied: one projection for queries, keys and values of dot products, see `Head`.
         degree: transformer blocks also read how many neighbours there are, see `GraphBlock`.
         edge_dim: width of edge features.
     """
@@ -173,7 +188,7 @@ class NodeClassifier(nn.Module):
         self, features: int, classes: int, *, block: str = "gat", layers: int = 2, heads: int = 8, head_dim: int = 8,
         out_heads: int = 1, score: str | None = None, dropout: float = 0.6, edge_dropout: float = 0.6,
         value_dropout: float = 0.0, slope: float = 0.2, residual: bool = False, hops: int = 1, teleport: float = 0.1,
-        degree: bool = False, edge_dim: int | None = None,
+        tied: bool = False, degree: bool = False, edge_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if block not in BLOCKS:
@@ -205,6 +220,7 @@ class NodeClassifier(nn.Module):
                         value_dropout=value_dropout,
                         slope=slope,
                         edge_dim=edge_dim,
+                        tied=tied,
                         residual=residual,
                         hops=hops if last else 1,
                         teleport=teleport,
@@ -215,23 +231,31 @@ class NodeClassifier(nn.Module):
             self.enter = Projection(features, width)
             blocks = (
                 GraphBlock(width, heads, score=score, dropout=dropout, edge_dropout=edge_dropout, edge_dim=edge_dim,
-                           degree=degree)
+                           degree=degree, tied=tied)
                 for _ in range(layers)
             )  # fmt: skip
             self.layers = nn.ModuleList(blocks)
             self.leave = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
 
-    def forward(self, x: Features, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
+    def forward(
+        self, x: Features, graph: Graph, edge_features: Tensor | None = None, *, pairs: Graph | None = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
         """`(..., N, features)` to `(..., N, classes)`.
 
         Args:
             x: a tensor, or `SparseFeatures` `(N, features)`.
             graph: `(N <- N)`; another one with every call, if you like.
             edge_features: `(E, edge_dim)` in edge order (see `graphattn.edge_ids`), if built with edge_dim.
+            pairs: any pairs of nodes `(N <- N)`; the call then returns `(out, scores)`, for each layer the scores of
+                these pairs before a softmax, `(..., heads, P)` in edge order (without edge features).
             options: of `attend`: bias, softcap, seed, backend.
         """
-        *_, (_, out) = self._rounds(x, graph, edge_features, options)
-        return self.leave(out) if self.block == "transformer" else out
+        found = []
+        for _, out, scores in self._rounds(x, graph, edge_features, options, pairs):  # noqa: B007
+            found.append(scores)
+        out = self.leave(out) if self.block == "transformer" else out
+        return out if pairs is None else (out, found)
 
     def weights(self, x: Features, graph: Graph, edge_features: Tensor | None = None) -> list[Tensor]:
         """Per layer the attention weight of every edge, `(..., heads, E)` in edge order, nothing dropped.
@@ -243,7 +267,7 @@ class NodeClassifier(nn.Module):
         try:
             found = []
             layers: Any = self.layers
-            for layer, (given, _) in zip(layers, self._rounds(x, graph, edge_features, {}), strict=True):
+            for layer, (given, *_) in zip(layers, self._rounds(x, graph, edge_features, {}), strict=True):
                 edges = {} if layer.edges is None else layer.edges(edge_features)
                 edges.pop("edge_value", None)
                 found.append(layer.head.weights(given, graph, **edges))
@@ -251,8 +275,10 @@ class NodeClassifier(nn.Module):
         finally:
             self.train(training)
 
-    def _rounds(self, x: Any, graph: Graph, edge_features: Tensor | None, options: dict[str, Any]) -> Any:
-        """For each layer, what its head reads and what the layer gives."""
+    def _rounds(
+        self, x: Any, graph: Graph, edge_features: Tensor | None, options: dict[str, Any], pairs: Graph | None = None
+    ) -> Any:
+        """For each layer, what its head reads, what the layer gives, and the scores of pairs (None without them)."""
         layers: Any = self.layers
         if x.shape[-1] != self.features:
             raise ValueError(f"x has {x.shape[-1]} features, this model was built for {self.features}")
@@ -262,9 +288,11 @@ class NodeClassifier(nn.Module):
             mine = later(options, n, 0x9E3779B97F4A7C15)
             if self.block == "gat":
                 x = drop(x if n == 0 else F.elu(x), self.dropout, self.training)
-            out = layer(x, graph, edge_features, **mine)
-            yield (x if self.block == "gat" else layer.attention_norm(x)), out
-            x = out
+            given, scores = x, None
+            x = layer(x, graph, edge_features, pairs=pairs, **mine)
+            if pairs is not None:
+                x, scores = x
+            yield (given if self.block == "gat" else layer.attention_norm(given)), x, scores
 
 
 def later(options: dict[str, Any], n: int, stride: int = 0xD1B54A32D192ED03) -> dict[str, Any]:

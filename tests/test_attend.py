@@ -173,6 +173,59 @@ def test_the_same_numbers_whatever_is_asked_for() -> None:
     torch.testing.assert_close(torch.exp(scores[..., row, source] - lse[..., row]), p)
 
 
+@pytest.mark.parametrize("score", ["dot", "additive", "gatv2"])
+@pytest.mark.parametrize("lead", [(), (2, 1), (1, 3), (2, 3)])
+def test_scores_are_what_the_softmax_takes(score: str, lead: tuple[int, ...]) -> None:
+    """exp(score - lse of the reference) is the weight, whatever is added to or done with the score."""
+    torch.manual_seed(0)
+    graph = graph_of(torch.rand(*lead, 7, 9) < 0.4)
+    width = 1 if score == "additive" else 4
+    q, k = torch.randn(2, 3, 7, width).double(), torch.randn(2, 3, 9, width).double()
+    made = {"dot": ga.Dot(), "additive": ga.Additive(0.3), "gatv2": ga.GATv2(torch.randn(3, 4).double())}[score]
+    for options in ({}, {"softcap": 0.7, "scale": 0.9}, {"bias": torch.randn(graph.num_edges).double()}):
+        s = ga.edge_scores(q, k, graph, score=made, **options)
+        p = ga.weights(q, k, graph, score=made, **options)
+        _, lse = ga.attend_lse(q, k, k, graph, score=made, backend="reference", **options)
+        assert s.shape == p.shape
+        bg, hg = lead or (1, 1)
+        row, _ = graph.edges()  # rows count the graph's own axes too
+        beside = lse.reshape(bg, 2 // bg, hg, 3 // hg, 7).permute(1, 3, 0, 2, 4).flatten(2)[..., row]
+        torch.testing.assert_close(torch.exp(s.reshape(beside.shape) - beside), p.reshape(beside.shape))
+    at = torch.rand(2, 3, 7, width).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda q: ga.edge_scores(q, k, graph, score=made), at)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.8, "scale": 0.3}, {"bias": True}])
+def test_scores_of_many_edges_take_sampled_products(options: dict) -> None:
+    """Numbers and gradients of all of them, as from the dense matrix."""
+    torch.manual_seed(0)
+    graph = graph_of(torch.rand(70, 90) < 0.7)
+    assert graph.num_edges > 2**12
+    q, k = torch.randn(2, 4, 70, 5).double().requires_grad_(), torch.randn(2, 2, 90, 5).double().requires_grad_()
+    options = dict(options)
+    bias = torch.randn(4, graph.num_edges).double().requires_grad_() if options.pop("bias", False) else None
+    s = ga.edge_scores(q, k, graph, bias=bias, **options)
+    target, source = graph.targets_sources()
+    dense = q @ k.repeat_interleave(2, 1).mT * options.get("scale", 5**-0.5)
+    if "softcap" in options:
+        dense = options["softcap"] * torch.tanh(dense / options["softcap"])
+    wanted = dense[..., target, source] + (0 if bias is None else bias)
+    torch.testing.assert_close(s, wanted)
+    inputs = [x for x in (q, k, bias) if x is not None]
+    up = torch.randn_like(s)
+    for a, b in zip(torch.autograd.grad(s, inputs, up), torch.autograd.grad(wanted, inputs, up), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_scores_of_pairs_and_of_nothing() -> None:
+    q, k = torch.randn(5, 4), torch.randn(6, 4)
+    pairs = ga.from_edge_index(torch.tensor([[5, 0, 2], [0, 3, 4]]), (5, 6))
+    torch.testing.assert_close(ga.edge_scores(q, k, pairs), (q[[0, 3, 4]] * k[[5, 0, 2]]).sum(1) / 2)
+    assert ga.edge_scores(q.bfloat16(), k.bfloat16(), pairs).dtype == torch.float32
+    assert ga.edge_scores(q, k, ga.empty(5, 6)).shape == (0,)
+    assert ga.edge_scores(q.expand(2, 3, 5, 4), k.expand(2, 3, 6, 4), ga.empty(5, 6)).shape == (2, 3, 0)
+
+
 def test_samples_stay_apart() -> None:
     """H05, H01."""
     q = torch.randn(3, 2, 3, 4)
@@ -416,6 +469,28 @@ def test_head_on_graphs_and_contexts(score: str) -> None:
     torch.testing.assert_close(head(x[0], graph, context[0]), out[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"rotary": True}, {"qk_norm": True, "bias": True}])
+def test_tied_head_is_one_projection_three_times(options: dict) -> None:
+    torch.manual_seed(0)
+    tied, apart = ga.Head(8, 4, 2, tied=True, **options), ga.Head(8, 4, 2, **options)
+    assert sum(p.numel() for p in tied.value.parameters()) * 3 == sum(
+        p.numel() for m in (apart.query, apart.key, apart.value) for p in m.parameters()
+    )
+    for name in ("query", "key", "value"):
+        getattr(apart, name).load_state_dict(tied.value.state_dict())
+    graph, cross = ga.window(6, 3), NAMED["random rectangle"]
+    x, y, context = torch.randn(2, 6, 8), torch.randn(2, 5, 8), torch.randn(2, 7, 8)
+    torch.testing.assert_close(tied(x, graph), apart(x, graph))
+    torch.testing.assert_close(tied(y, cross, context), apart(y, cross, context))
+    moved = {"positions": torch.arange(6) + 2, "key_positions": torch.arange(6)}
+    torch.testing.assert_close(tied(x, graph, **moved), apart(x, graph, **moved))
+    keys, values = tied.keys_values(x)
+    torch.testing.assert_close(tied.attend(tied.queries(x), keys, values, graph), tied(x, graph))
+    torch.testing.assert_close(
+        tied.edge_scores(tied.queries(x), keys, graph), apart.edge_scores(*apart.project(x)[:2], graph)
+    )
+
+
 def test_head_options() -> None:
     x = torch.randn(2, 9, 8)
     graph = ga.causal(9)
@@ -436,6 +511,9 @@ def test_head_options() -> None:
         dict(rotary=True, head_dim=3),
         dict(dropout=1.0),
         dict(score="gatv2", rotary=True),
+        dict(score="additive", tied=True),
+        dict(heads=4, kv_heads=2, tied=True),
+        dict(context_dim=7, tied=True),
     ):
         with pytest.raises(ValueError):
             ga.Head(**{"dim": 8, "head_dim": 4} | bad)

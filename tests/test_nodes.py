@@ -198,6 +198,38 @@ def test_weights_line_up_with_the_callers_edges(which):
         torch.testing.assert_close(found[0][:, ga.edge_ids(graph, index)[5]], s[reads == j][0])
 
 
+@pytest.mark.parametrize("which", range(4))
+def test_scores_of_pairs_beside_the_output(which):
+    """Any pairs: on the graph itself the softmax of the scores are the weights."""
+    model, graph, x = models()[which], random_graph(17, 40), torch.randn(17, 7).double()
+    out, scores = model(x, graph, pairs=graph)
+    torch.testing.assert_close(out, model(x, graph))
+    target, _ = graph.targets_sources()
+    for s, weights in zip(scores, model.weights(x, graph), strict=True):
+        total = torch.zeros(s.shape[0], 17).double().index_add_(1, target, s.exp())
+        torch.testing.assert_close(s.exp() / total[:, target], weights)
+    pairs = ga.from_edge_index(torch.randint(17, (2, 30)), 17)
+    _, scores = model(x, graph, pairs=pairs)
+    assert [s.shape for s in scores] == [(layer.head.heads, pairs.num_edges) for layer in model.layers]
+    _, batched = model(x.expand(2, 17, 7), graph, pairs=pairs)
+    for s, both in zip(scores, batched, strict=True):
+        torch.testing.assert_close(both, s.expand_as(both))
+
+
+def test_drawn_pairs_are_labelled_by_the_graph():
+    graph = random_graph(40, 200)
+    pairs, real = node_train.drawn_pairs(graph, 0.5, 2.0)
+    mask = graph.dense()[pairs.targets_sources()]
+    assert torch.equal(real.bool(), mask) and 0 < real.sum() < graph.num_edges and (real == 0).any()
+    assert node_train.drawn_pairs(graph, 1.0, 0.0)[0] == graph
+    none, real = node_train.drawn_pairs(ga.empty(5), 0.5, 2.0)
+    assert none.num_edges == 0 and real.numel() == 0
+    # nearly every pair is an edge: random ones that are must not be called wrong
+    full = ga.full(9) - ga.from_edge_index(torch.tensor([[0], [1]]), 9)
+    pairs, real = node_train.drawn_pairs(full, 0.1, 50.0)
+    assert torch.equal(real.bool(), full.dense()[pairs.targets_sources()]) and (real == 0).sum() == 1
+
+
 def test_weights_leave_training_mode_alone():
     model = models()[0].train()
     model.weights(torch.randn(17, 7).double(), random_graph(17, 40))
@@ -401,6 +433,20 @@ def test_weights_kept_are_those_validation_chose(monkeypatch):
     assert real("accuracy", out[data.test[0]], data.y[data.test[0]]) == run.test
 
 
+def test_which_epoch_is_kept():
+    figures = [(50.0, 0.9), (80.0, 0.5), (90.0, 0.7), (60.0, 0.4), (90.0, 0.6), (90.0, 0.4)]
+    answers = {
+        "both": [(True, True), (True, True), (False, True), (False, True), (False, True), (True, True)],
+        "metric": [(True, True)] * 3 + [(False, False)] + [(True, True)] * 2,
+        "loss": [(True, True)] * 2 + [(False, False), (True, True)] + [(False, False)] * 2,
+    }
+    for select, wanted in answers.items():
+        best = node_train.Best(select)
+        assert [best.offer(*f) for f in figures] == wanted, select
+    with pytest.raises(ValueError, match="select must be both, metric or loss, got 'last'"):
+        fit(two_blocks(), Recipe(select="last"))
+
+
 def test_validates_every_so_many_epochs(monkeypatch):
     data, calls = two_blocks(), []
     real = metric
@@ -499,6 +545,27 @@ def test_nodes_refuses(tmp_path):
         nodes("karate", splits=2, out=str(tmp_path), quiet=True)
     with pytest.raises(ValueError, match="seeds must be"):
         nodes("karate", seeds=0, out=str(tmp_path), quiet=True)
+
+
+@pytest.mark.parametrize("block", ["gat", "transformer"])
+def test_link_term_teaches_scores_to_find_edges(block):
+    """With it the scores say far better than without which pairs are edges."""
+    data = two_blocks()
+
+    def missed(link: float) -> float:
+        recipe = Recipe(
+            block=block, score="dot", tied=True, epochs=60, dropout=0.2, edge_dropout=0.2, lr=0.02, link=link,
+            link_pairs=2.0, select="metric", weight_decay=0.0,
+        )  # fmt: skip
+        model = fit(data, recipe).model.eval()
+        x, graph = prepare(data, recipe)
+        every = ga.full(graph.t)
+        with torch.no_grad():
+            _, scores = model(x, graph, pairs=every)
+        real = graph.dense().flatten().double()
+        return sum(float(nn.functional.binary_cross_entropy_with_logits(s.mean(0).double(), real)) for s in scores)
+
+    assert missed(10.0) < missed(0.0) / 2
 
 
 def test_recipes_fall_back():

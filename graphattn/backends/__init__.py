@@ -140,16 +140,42 @@ def weights(
     call = make_call(
         q, k, k, graph, scale=scale, score=score, bias=bias, edge_key=edge_key, softcap=softcap
     )  # fmt: skip
-    p = _module("edges").weights(call)  # (nb, nh, E)
+    return _per_edge(_module("edges").weights(call), call, q)
+
+
+def edge_scores(
+    q: Tensor, k: Tensor, graph: Graph, *, scale: float | None = None, score: Any = None, bias: Any = None,
+    edge_key: Tensor | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The score of every edge before the softmax, in edge order and shaped as `weights` gives them.
+
+    In float32, or float64 for float64.  Differentiable; costs a vector per edge.  The graph may be any set of pairs, as
+    in attention that is trained to tell edges from pairs that are none (Kim and Oh 2021, section 3).
+    """
+    call = make_call(
+        q, k, k, graph, scale=scale, score=score, bias=bias, edge_key=edge_key, softcap=softcap
+    )  # fmt: skip
+    # sampled products are several times as fast as gathered vectors, but dear for a few edges
+    sampled = (
+        q.device.type == "cpu"
+        and call.lead == (1, 1)
+        and call.graph.num_edges >= 2**12
+        and not torch.compiler.is_compiling()
+        and _module("csr").why_not(call) is None
+    )
+    return _per_edge(_module("csr" if sampled else "edges").scores(call), call, q)
+
+
+def _per_edge(x: Tensor, call: Call, q: Tensor) -> Tensor:
+    """`(nb, nh, E)` without the axes the graph owns, otherwise with those of q."""
     bg, hg = call.lead
     if q.dim() == 2:
-        return p[0, 0]
+        return x[0, 0]
     if bg > 1:
-        p = p[0]
-        return p[0] if hg > 1 else p
+        return x[0, 0] if hg > 1 else x[0]
     if hg > 1:
-        return p[:, 0]
-    return p.reshape(*q.shape[:-2], p.shape[-1])
+        return x[:, 0]
+    return x.reshape(*q.shape[:-2], x.shape[-1])
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

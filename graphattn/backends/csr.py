@@ -75,19 +75,35 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     wide, (bg, hg) = call.wide, call.lead
     q, (k, v) = call.q.to(wide), (x.to(wide) for x in call.expanded_kv())
     outs, lses = [], []
-    for b in range(call.batch):
-        for h in range(call.heads):
-            lead = (b if bg > 1 else 0) * hg + (h if hg > 1 else 0)
-            pattern, first = _pattern(call, lead)
-            s = _Sddmm.apply(pattern, q[b, h], k[b, h]) * call.scale
-            s = _adjust(call, s, b, h, lead, slice(first, first + s.numel()))
-            p, lse = _Softmax.apply(pattern, s)
-            if call.dropout:
-                p = p * _kept(call, pattern, b, h) / (1 - call.dropout)
-            outs.append(_Spmm.apply(pattern, p, v[b, h]))
-            lses.append(lse)
+    for n, (one_q, one_k, one_v) in enumerate(zip(_each(q), _each(k), _each(v), strict=True)):
+        b, h = divmod(n, call.heads)
+        lead = (b if bg > 1 else 0) * hg + (h if hg > 1 else 0)
+        pattern, first = _pattern(call, lead)
+        s = _Sddmm.apply(pattern, one_q, one_k) * call.scale
+        s = _adjust(call, s, b, h, lead, slice(first, first + s.numel()))
+        p, lse = _Softmax.apply(pattern, s)
+        if call.dropout:
+            p = p * _kept(call, pattern, b, h) / (1 - call.dropout)
+        outs.append(_Spmm.apply(pattern, p, one_v))
+        lses.append(lse)
     shape = (call.batch, call.heads, call.graph.t)
     return torch.stack(outs).view(*shape, v.shape[-1]).to(call.q.dtype), torch.stack(lses).view(shape)
+
+
+def scores(call: Call) -> Tensor:
+    """`(B, H, E)` scores before the softmax, in the dtype of sums; of a graph without axes of its own."""
+    q, k = call.q.to(call.wide), call.expanded_kv()[0].to(call.wide)
+    pattern, _ = _pattern(call, 0)
+    found = [
+        _adjust(call, _Sddmm.apply(pattern, a, b) * call.scale, n // call.heads, n % call.heads, 0, slice(None))
+        for n, (a, b) in enumerate(zip(_each(q), _each(k), strict=True))
+    ]
+    return torch.stack(found).view(call.batch, call.heads, pattern.col.numel())
+
+
+def _each(x: Tensor) -> list[Tensor]:
+    """Batch and head indices one by one; indexing would fill a gradient of all of x for each of them."""
+    return [y for sample in x.unbind(0) for y in sample.unbind(0)]
 
 
 def _adjust(call: Call, s: Tensor, b: int, h: int, lead: int, edges: slice) -> Tensor:

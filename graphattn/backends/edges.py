@@ -69,6 +69,14 @@ def weights(call: Call) -> Tensor:
     return _softmax(call)[0].T.reshape(b, h, call.graph.num_edges).to(call.q.dtype)
 
 
+def scores(call: Call) -> Tensor:
+    """`(nb, nh, E)` scores before the softmax, in the dtype of sums, as `weights` orders them."""
+    b, h = _shared(call)
+    if call.graph.num_edges == 0:
+        return call.zeros((b, h, 0))[0].to(call.wide)
+    return _scores(call).T.reshape(b, h, call.graph.num_edges)
+
+
 def _softmax(call: Call) -> tuple[Tensor, Tensor]:
     """Weights `(E, F)` and log-sum-exp `(rows, F)`, F the batch and head indices that share the graph."""
     graph = call.graph
