@@ -12,7 +12,7 @@ from . import draw as _draw
 from .features import SparseFeatures
 from .graph import Graph
 from .node_data import NodeData
-from .nodes import NodeClassifier
+from .nodes import Ensemble, NodeClassifier
 
 _FEW = 60  # a graph of at most so many nodes is drawn whole
 
@@ -23,7 +23,7 @@ def picture_files(data: NodeData, folder: Path) -> list[Path]:
 
 
 def save_pictures(
-    model: NodeClassifier, data: NodeData, x: Tensor | SparseFeatures, graph: Graph, split: int, folder: Path
+    model: NodeClassifier | Ensemble, data: NodeData, x: Tensor | SparseFeatures, graph: Graph, split: int, folder: Path
 ) -> list[Path]:
     """Write a neighbourhood and a confusion matrix; x and graph as the model was trained on them."""
     model.eval()
@@ -47,7 +47,7 @@ def centre(data: NodeData, graph: Graph, guess: Tensor, test: Tensor) -> int:
 
 
 def neighbourhood(
-    model: NodeClassifier, data: NodeData, x: Tensor | SparseFeatures, graph: Graph, node: int, guess: Tensor
+    model: NodeClassifier | Ensemble, data: NodeData, x: Tensor | SparseFeatures, graph: Graph, node: int, guess: Tensor
 ) -> Any:
     """A figure of the node, those it reads and the edges among them, by the first layer's weight, mean over heads.
 

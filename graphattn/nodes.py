@@ -6,6 +6,8 @@ Shapes: N nodes, C features, E edges in edge order; features may be `(N, C)`, `(
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -270,7 +272,8 @@ class NodeClassifier(nn.Module):
             for layer, (given, *_) in zip(layers, self._rounds(x, graph, edge_features, {}), strict=True):
                 edges = {} if layer.edges is None else layer.edges(edge_features)
                 edges.pop("edge_value", None)
-                found.append(layer.head.weights(given, graph, **edges))
+                read = given if self.block == "gat" else layer.attention_norm(given)
+                found.append(layer.head.weights(read, graph, **edges))
             return found
         finally:
             self.train(training)
@@ -278,7 +281,7 @@ class NodeClassifier(nn.Module):
     def _rounds(
         self, x: Any, graph: Graph, edge_features: Tensor | None, options: dict[str, Any], pairs: Graph | None = None
     ) -> Any:
-        """For each layer, what its head reads, what the layer gives, and the scores of pairs (None without them)."""
+        """For each layer, what it takes, what it gives, and the scores of pairs (None without them)."""
         layers: Any = self.layers
         if x.shape[-1] != self.features:
             raise ValueError(f"x has {x.shape[-1]} features, this model was built for {self.features}")
@@ -292,7 +295,28 @@ class NodeClassifier(nn.Module):
             x = layer(x, graph, edge_features, pairs=pairs, **mine)
             if pairs is not None:
                 x, scores = x
-            yield (given if self.block == "gat" else layer.attention_norm(given)), x, scores
+            yield given, x, scores
+
+
+class Ensemble(nn.Module):
+    """Classifiers trained apart, asked together: the log of the mean of their class probabilities."""
+
+    def __init__(self, members: Iterable[NodeClassifier]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        if not len(self.members):
+            raise ValueError("an ensemble needs at least one member")
+
+    def forward(self, x: Features, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
+        """As `NodeClassifier` without pairs."""
+        found = [m(x, graph, edge_features, **options).log_softmax(-1) for m in self.members]
+        return torch.stack(found).logsumexp(0) - math.log(len(found))
+
+    def weights(self, x: Features, graph: Graph, edge_features: Tensor | None = None) -> list[Tensor]:
+        """The members' mean attention weights, per layer as `NodeClassifier.weights` gives them."""
+        members: Any = self.members
+        found = [m.weights(x, graph, edge_features) for m in members]
+        return [torch.stack(layer).mean(0) for layer in zip(*found, strict=True)]
 
 
 def later(options: dict[str, Any], n: int, stride: int = 0xD1B54A32D192ED03) -> dict[str, Any]:

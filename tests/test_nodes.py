@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from graphattn import node_train
 from graphattn.features import Projection, SparseFeatures, drop
 from graphattn.node_data import NodeData, karate, load_nodes
 from graphattn.node_train import RECIPES, Recipe, fit, metric, nodes, prepare, recipe_for, roc_auc
-from graphattn.nodes import GATLayer, GraphBlock, NodeClassifier
+from graphattn.nodes import Ensemble, GATLayer, GraphBlock, NodeClassifier
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "nodes"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason=f"the data sets of {DATA} are not here")
@@ -445,6 +446,30 @@ def test_which_epoch_is_kept():
         assert [best.offer(*f) for f in figures] == wanted, select
     with pytest.raises(ValueError, match="select must be both, metric or loss, got 'last'"):
         fit(two_blocks(), Recipe(select="last"))
+
+
+def test_members_are_trained_apart_and_asked_together(monkeypatch):
+    data, calls = two_blocks(), []
+    recipe = Recipe(epochs=25, dropout=0.4, edge_dropout=0.2, lr=0.01, members=3, head_dim=4)
+    real = metric
+    monkeypatch.setattr(node_train, "metric", lambda kind, out, y: calls.append(y.numel()) or real(kind, out, y))
+    run = fit(data, recipe, seed=5)
+    assert calls.count(int(data.test[0].sum())) == 1  # the test nodes are read once, by all together
+    x, graph = prepare(data, recipe)
+    alone = [fit(data, replace(recipe, members=1), seed=15 + n) for n in range(3)]
+    for member, one in zip(run.model.members, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(member.parameters(), one.model.parameters(), strict=True))
+    with torch.no_grad():
+        mean = torch.stack([one.model(x, graph).softmax(-1) for one in alone]).mean(0)
+        torch.testing.assert_close(run.model(x, graph).exp(), mean)
+        weights = [one.model.weights(x, graph) for one in alone]
+        for n, layer in enumerate(run.model.weights(x, graph)):
+            torch.testing.assert_close(layer, torch.stack([w[n] for w in weights]).mean(0))
+    assert run.epochs == round(sum(one.epochs for one in alone) / 3)
+    with pytest.raises(ValueError, match="members must be at least 1, got 0"):
+        fit(data, replace(recipe, members=0))
+    with pytest.raises(ValueError, match="at least one member"):
+        Ensemble([])
 
 
 def test_validates_every_so_many_epochs(monkeypatch):
