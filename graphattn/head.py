@@ -133,13 +133,13 @@ class Head(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Attention weights per edge, `(..., heads, E)` in edge order (see `graphattn.weights`); never dropped."""
         queries, keys, _ = self.project(x, context, positions=positions, key_positions=key_positions)
-        if graph.lead and queries.dim() == 3:
+        if isinstance(graph, Graph) and graph.lead and queries.dim() == 3:
             queries, keys = queries[None], keys[None]
         return backends.weights(queries, keys, graph, score=self._score(), **options)
 
     def edge_scores(self, queries: Tensor, keys: Tensor, graph: Graph, **options: Any) -> Tensor:
         """Scores before the softmax of already projected queries and keys, `(..., heads, E)`: see `graphattn.edge_scores`."""
-        if graph.lead and queries.dim() == 3:
+        if isinstance(graph, Graph) and graph.lead and queries.dim() == 3:
             queries, keys = queries[None], keys[None]
         return backends.edge_scores(queries, keys, graph, score=self._score(), **options)
 
@@ -180,7 +180,8 @@ class Head(nn.Module):
         return Additive(self.slope) if self.score == "additive" else GATv2(self.vector, self.slope)
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, head_dim={self.head_dim}, heads={self.heads}, score={self.score!r}"
+        tied = ", tied=True" if self.tied else ""
+        return f"dim={self.dim}, head_dim={self.head_dim}, heads={self.heads}, score={self.score!r}{tied}"
 
 
 def _turn(x: Tensor, positions: Tensor | None) -> Tensor:

@@ -491,6 +491,15 @@ def test_tied_head_is_one_projection_three_times(options: dict) -> None:
     )
 
 
+def test_head_names_what_is_no_graph() -> None:
+    head, x = ga.Head(8, 4, 2), torch.randn(2, 5, 8)
+    queries, keys, _ = head.project(x)
+    for wrong in (torch.ones(5, 5), [ga.causal(5)], None):
+        for call in (head.weights, lambda x, g: head.edge_scores(queries, keys, g)):
+            with pytest.raises(TypeError, match="graph must be a Graph, got"):
+                call(x, wrong)
+
+
 def test_head_options() -> None:
     x = torch.randn(2, 9, 8)
     graph = ga.causal(9)
