@@ -52,11 +52,15 @@ def generate(
         `(T + new,)` or `(B, T + new)` int64.
 
     Raises:
+        TypeError: a prompt that is no tensor of integers.
         ValueError: an argument out of range, ids the model does not know, or logits that are not finite.
     """
     check_sampling(temperature, top_k, top_p)
     if length < 0:
         raise ValueError(f"length must be at least 0, got {length}")
+    if not isinstance(prompt, Tensor) or prompt.dtype == torch.bool or prompt.is_floating_point():
+        got = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise TypeError(f"prompt must be a tensor of integer token ids, got {got}: such as torch.tensor([0, 5])")
     if prompt.dim() not in (1, 2) or prompt.shape[-1] == 0:
         raise ValueError(f"prompt must be (T,) or (B, T) with T at least 1, got shape {tuple(prompt.shape)}")
     vocab = model.config.vocab
@@ -114,7 +118,7 @@ def choose(
     if not bool(torch.isfinite(logits).all()):
         raise ValueError("the model's logits are not finite: a weight is NaN or infinite, nothing can be drawn")
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    if temperature == 0:
+    if torch.tensor(temperature, dtype=wide.dtype) == 0:  # also what is below the smallest number
         return wide.argmax(-1)
     # less the largest: a tiny temperature then sends the others to -inf, never to NaN
     wide = (wide - wide.max(-1, keepdim=True).values) / temperature
@@ -124,7 +128,9 @@ def choose(
         wide[:, top_k:] = -math.inf
     if top_p is not None:
         p = wide.softmax(-1)
-        wide = wide.masked_fill(p.cumsum(-1) - p >= top_p, -math.inf)
+        beyond = p.cumsum(-1) - p >= top_p
+        beyond[:, 0] = False  # a top_p below the smallest number
+        wide = wide.masked_fill(beyond, -math.inf)
     drawn = torch.multinomial(wide.softmax(-1), 1, generator=generator)
     return order.gather(-1, drawn)[:, 0]
 

@@ -78,13 +78,29 @@ def fit_graphs(
 
     Returns:
         The model, and {"val", "test", "epoch", "seconds"}: accuracy in percent, or root mean square error.
+
+    Raises:
+        ValueError: no graphs or epochs to train with, batches too small for a batch norm, or no finite loss.
     """
+    for name, ids in (("train", train), ("val", val), ("test", test)):
+        if not ids.numel():
+            raise ValueError(f"{name} holds no graph: give at least one to each of train, val and test")
+    if recipe.epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {recipe.epochs}")
+    fewest = 2 if recipe.norm == "batch" else 1  # a batch norm of one vector has no deviation
+    if min(recipe.batch, train.numel()) < fewest:
+        raise ValueError(
+            f'norm "batch" needs batches of 2 graphs or more, got batch={recipe.batch} and {train.numel()} to train on: '
+            'use norm="layer" or larger batches'
+        )
     torch.manual_seed(seed)
     began = time.perf_counter()
     model = recipe.model(data)
     mean, std = torch.zeros(()), torch.ones(())
     if data.classes is None:
-        mean, std = data.y[train].mean(), data.y[train].std()
+        mean = data.y[train].mean()
+        spread = data.y[train].std(correction=0 if train.numel() == 1 else 1)
+        std = spread if spread > 0 else std  # targets that are all the same keep their unit
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
     steps: int = recipe.epochs * max(1, math.ceil(train.numel() / recipe.batch))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: _rate(k, steps))
@@ -95,7 +111,7 @@ def fit_graphs(
         model.train()
         order = train[torch.randperm(train.numel())]
         for part in order.split(recipe.batch):
-            if part.numel() < 2:  # batch norm needs two
+            if part.numel() < fewest:
                 continue
             b = data.batch(part)
             loss = _loss(_run(model, b, backend), b.y, mean, std)
@@ -110,7 +126,10 @@ def fit_graphs(
         figure, cost = _evaluate(shadow, val_batches, mean, std, backend)
         if (figure, -cost) > best:
             best, kept, kept_epoch = (figure, -cost), copy.deepcopy(shadow.state_dict()), epoch
-    assert kept is not None
+    if kept is None:
+        raise ValueError(
+            "no epoch had a validation loss that is a number: are there NaN or inf in features or targets?"
+        )
     shadow.load_state_dict(kept)
     sign = 1 if data.classes is not None else -1
     figures = {

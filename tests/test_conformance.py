@@ -92,6 +92,8 @@ OPTIONS = (
     "edge vectors",
     "additive",
     "gatv2",
+    "scale 0",
+    "scale below 0",
     "all",
 )
 
@@ -135,6 +137,8 @@ def make_case(
         options["score"] = ga.GATv2(new(h, d), 0.1)
     if everything:
         options["scale"] = 0.9
+    if option.startswith("scale"):
+        options["scale"] = 0.0 if option == "scale 0" else -1.3
     return Case(graph, q, k, v, options, tuple(extra))
 
 

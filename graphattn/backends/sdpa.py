@@ -95,23 +95,34 @@ def attend(call: Call) -> tuple[Tensor, None]:
     if graph.num_edges == 0:
         return call.zeros()[0], None
     k, v = call.expanded_kv()
+    q, scale = _upward(call)
     plain = call.bias is None and call.position is None
     if plain and graph.is_full():
-        return F.scaled_dot_product_attention(call.q, k, v, dropout_p=call.dropout, scale=call.scale), None
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=call.dropout, scale=scale), None
     if plain and graph.is_causal():
-        out = F.scaled_dot_product_attention(call.q, k, v, dropout_p=call.dropout, is_causal=True, scale=call.scale)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=call.dropout, is_causal=True, scale=scale)
         return out, None
     mask, empty = _mask(graph)
     if not plain:
         mask = _bias(call, mask)
     elif mask.dim() == 4 and mask.shape[1] not in (1, call.heads):
         mask = mask.expand(-1, call.heads, -1, -1)
-    out = F.scaled_dot_product_attention(call.q, k, v, attn_mask=mask, dropout_p=call.dropout, scale=call.scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=call.dropout, scale=scale)
     if call.bias is not None:
         out = out * _softmax_of_nothing(graph, call.bias).to(out.dtype)
     if empty is not None:
         out = out.masked_fill(empty, 0.0)
     return out, None
+
+
+def _upward(call: Call) -> tuple[Tensor, float]:
+    """Queries and a positive scale of the same scores.
+
+    Fused kernels hide a pair, or take the maximum, before they scale: with 0 or less -inf becomes NaN or the largest.
+    """
+    if call.scale > 0:
+        return call.q, call.scale
+    return (call.q * 0, 1.0) if call.scale == 0 else (-call.q, -call.scale)
 
 
 def _softmax_of_nothing(graph: Graph, bias: Tensor) -> Tensor:

@@ -47,6 +47,11 @@ def _square(graph: Graph, what: str) -> Graph:
 
 
 def _tensor(x: Any) -> Tensor:
+    if isinstance(x, Tensor) and x.layout != torch.strided:
+        raise TypeError(
+            f"a dense tensor is needed, got layout {x.layout}: give a sparse mask (row = target) as "
+            "from_edge_index(mask.coalesce().indices().flip(0), mask.shape), or call to_dense()"
+        )
     return x if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
 
 

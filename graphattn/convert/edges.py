@@ -145,7 +145,15 @@ def from_scipy(matrix: Any) -> Graph:
 
     Stored zeros are edges (an edge whose score is 0 is still an edge): `matrix.eliminate_zeros()` drops them.
     A dense mask, whose rows are targets, is `from_mask`; a matrix with a row per target is passed as `matrix.T`.
+
+    Raises:
+        TypeError: not a scipy sparse matrix.
     """
+    if not hasattr(matrix, "tocoo"):
+        raise TypeError(
+            f"matrix must be a scipy sparse matrix or array, got {type(matrix).__name__}: a dense one with a row per source "
+            "is from_mask(torch.as_tensor(matrix).bool().T), with a row per target without the .T"
+        )
     matrix = matrix.tocoo()
     pairs = torch.stack([torch.as_tensor(np.asarray(x, dtype=np.int64)) for x in (matrix.row, matrix.col)])
     out = from_edge_index(pairs, (matrix.shape[1], matrix.shape[0]))

@@ -19,9 +19,11 @@ def from_npz(path: str | os.PathLike[str]) -> Graph:
     """The graph that `to_npz` wrote; `from_npz` after `to_npz` is the same graph, leading axes included.
 
     Raises:
+        TypeError: not a path.
         ValueError: a file without `indptr`, `start`, `stop`, `shape`, of runs that are no graph, or above 4 GiB.
         OSError: the file can't be read.
     """
+    path = os.fspath(path)
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())

@@ -268,9 +268,14 @@ def from_block_mask(block_mask: BlockMask) -> Graph:
     has leading axes `(B, H)` if either is longer than 1, else none.
 
     Raises:
+        TypeError: not a BlockMask.
         ValueError: a sliced mask, which has lost its predicate (slice the graph instead), or a predicate that cannot be
             evaluated.
     """
+    if not hasattr(block_mask, "seq_lengths"):
+        raise TypeError(
+            f"block_mask must be FlexAttention's BlockMask, got {type(block_mask).__name__}: a mask of pairs is from_mask(mask)"
+        )
     t, s = block_mask.seq_lengths
     q, kv = block_mask.BLOCK_SIZE
     kinds = [(block_mask.kv_num_blocks, block_mask.kv_indices, True)]

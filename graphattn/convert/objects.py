@@ -28,8 +28,14 @@ def from_networkx(
     `return_order=True` also returns that list, 0..n-1 if none was needed.
 
     Raises:
+        TypeError: not a networkx graph.
         ValueError: labels that are not 0..n-1 without `order`, or an `order` that does not list every node once.
     """
+    if not hasattr(graph, "number_of_nodes"):
+        raise TypeError(
+            f"graph must be a networkx graph, got {type(graph).__name__}: a matrix is from_mask(mask), with a row per "
+            "target, or from_scipy(matrix), with a row per source"
+        )
     n = graph.number_of_nodes()
     if order is None:
         if any(type(v) is bool or not isinstance(v, (int, np.integer)) or not 0 <= v < n for v in graph.nodes):
@@ -83,9 +89,14 @@ def from_pyg(data: Data) -> Graph:
     """A `Data` or `Batch`: its `edge_index`, row 0 = source, row 1 = target; a batch is one graph of disjoint parts.
 
     Raises:
+        TypeError: no object of PyG.
         ValueError: no `edge_index` (nor `adj_t`), a heterogeneous graph, or a number of nodes that PyG could only guess
             from the largest index, which loses isolated last nodes.
     """
+    if not hasattr(data, "edge_types") and not hasattr(data, "_store"):
+        raise TypeError(
+            f"data must be a PyG Data or Batch, got {type(data).__name__}: an edge_index is from_edge_index(edge_index, n)"
+        )
     store = data._store if hasattr(data, "_store") else None
     if store is None:
         raise ValueError(
