@@ -40,7 +40,8 @@ class GraphAttentionConv(MessagePassing):
         dropout: probability of dropping an edge while training.
         negative_slope: of the leaky ReLU of "additive" and "gatv2".
         bias: projections of "dot" and "gatv2" have one, and the output of "additive" and "gatv2".
-        add_self_loops: replace self-loops by one for each node; `fill_value` makes their edge features, as in PyG.
+        add_self_loops: replace self-loops by one for each node; `fill_value` makes their edge features, as in PyG, which
+            gives a bipartite pair loops for as many nodes as both sides have.
         residual: add a projection of the target's features; by default for "dot" only (`root_weight` in PyG).
         beta: gate that residual (Shi et al. 2021, equation 5).
         share_weights: "gatv2" projects targets and sources with one matrix.
