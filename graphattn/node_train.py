@@ -83,7 +83,7 @@ _WIDE = Recipe(
     weight_decay=0.0, epochs=300, patience=100, select="metric",
 )  # fmt: skip
 
-# SuperGAT with dot products; its authors' tuned weights for PubMed, rounded: link 15.0, decay 1.9e-4
+# SuperGAT with dot products, near what its authors tuned for PubMed (link 15, decay 1.9e-4)
 _LINKED = Recipe(
     score="dot", tied=True, out_heads=8, link=10.0, lr=0.01, weight_decay=2e-4, epochs=500, patience=500,
     select="metric",

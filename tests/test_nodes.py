@@ -470,6 +470,8 @@ def test_members_are_trained_apart_and_asked_together(monkeypatch):
         fit(data, replace(recipe, members=0))
     with pytest.raises(ValueError, match="at least one member"):
         Ensemble([])
+    with pytest.raises(TypeError, match="no scores of pairs"):
+        run.model(x, graph, pairs=graph)
 
 
 def test_validates_every_so_many_epochs(monkeypatch):
