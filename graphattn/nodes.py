@@ -310,7 +310,9 @@ class Ensemble(nn.Module):
     def forward(self, x: Features, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
         """As `NodeClassifier`, without pairs."""
         if "pairs" in options:
-            raise TypeError("an ensemble gives no scores of pairs: ask its members, ensemble.members[0](x, graph, pairs=...)")
+            raise TypeError(
+                "an ensemble gives no scores of pairs: ask its members, ensemble.members[0](x, graph, pairs=...)"
+            )
         found = [m(x, graph, edge_features, **options).log_softmax(-1) for m in self.members]
         return torch.stack(found).logsumexp(0) - math.log(len(found))
 
