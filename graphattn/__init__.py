@@ -35,7 +35,7 @@ _WHERE = {
     "head": "Head",
     "gpt": "GPT GPTConfig Block",
     "seq2seq": "EncoderDecoder CrossBlock GatedCross Conditioned",
-    "nodes": "NodeClassifier GATLayer GraphBlock",
+    "nodes": "NodeClassifier Ensemble GATLayer GraphBlock",
     "graph_models": "GraphPredictor LinkScorer",
     "pyg": "GraphAttentionConv from_pyg_conv",
     "features": "SparseFeatures",

@@ -52,10 +52,12 @@ class Head(nn.Module):
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if score != "dot" and (kv_heads != heads or qk_norm or rotary):
             raise ValueError(f"kv_heads, qk_norm and rotary belong to the dot score, not to {score}")
-        if tied and (score != "dot" or kv_heads != heads or context_dim not in (None, dim)):
+        if tied and score != "dot":
+            raise ValueError(f'tied belongs to the dot score, not to {score}: pass score="dot", or leave tied out')
+        if tied and (kv_heads != heads or context_dim not in (None, dim)):
             raise ValueError(
-                "tied projects once for queries, keys and values: it needs the dot score, as many kv_heads as heads and a "
-                f"context of x's width; got {score}, {kv_heads} of {heads} and {context_dim} for {dim}"
+                "tied projects once for queries, keys and values: it needs as many kv_heads as heads and a context of x's "
+                f"width; got {kv_heads} of {heads} and {context_dim} for {dim}"
             )
         if rotary and head_dim % 2:
             raise ValueError(f"rotary positions turn pairs of numbers, so head_dim must be even, got {head_dim}")

@@ -25,6 +25,14 @@ from .graph import Graph
 
 DATASETS = ("cora", "citeseer", "pubmed", "minesweeper", "tolokers", "karate")
 _PLANETOID = ("cora", "citeseer", "pubmed")
+# nodes, features and classes of the sets that names stand for
+_SIZES = {
+    "cora": (2708, 1433, 7),
+    "citeseer": (3327, 3703, 6),
+    "pubmed": (19717, 500, 3),
+    "minesweeper": (10000, 7, 2),
+    "tolokers": (11758, 10, 2),
+}
 # a feature matrix emptier than this is kept by its non-zeros
 _SPARSE_BELOW = 0.25
 
@@ -66,26 +74,58 @@ def load_nodes(name: str, path: str | Path | None = None) -> NodeData:
     """A dataset by name.
 
     Args:
-        name: one of `DATASETS`; with an `.npz` path, any name.
+        name: one of `DATASETS`; with an `.npz` path, any name; or that path itself, whose stem is then the name.
         path: an `.npz` file; or a folder with `NAME.npz` or `planetoid_NAME.npz`; or the folder given to PyG's dataset
             classes as `root`, into which what is missing is downloaded.  karate needs none.
 
     Raises:
-        ValueError: an unknown name, or no path.  FileNotFoundError: the `.npz` is not there.
+        ValueError: an unknown name, no path, or a file that holds another set than the name says.
+        OSError: there is no such file or folder, or nothing in it and the download failed.
     """
+    if path is None and Path(name).suffix == ".npz":
+        path, name = name, Path(name).stem
     name = name.lower()
     if name == "karate":
         return karate()
     if path is not None and Path(path).suffix == ".npz":
-        return from_npz(path, name)
+        return _as_named(from_npz(path, name), path)
     if name not in DATASETS:
         raise ValueError(f"dataset {name!r} is not known: use one of {', '.join(DATASETS)}, or the path of an .npz")
     if path is None:
         raise ValueError(f"{name} is read from files: give an .npz, its folder, or a folder to download into")
-    for file in (f"planetoid_{name}.npz", f"{name}.npz"):
-        if (Path(path) / file).is_file():
-            return from_npz(Path(path) / file, name)
-    return _through_pyg(name, Path(path))
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"{folder} is neither a folder nor an .npz: give one that holds {name}.npz, or the file itself"
+        )
+    if not folder.exists() and not folder.absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}, nor the one it would be made in")
+    names = [f"planetoid_{name}.npz", f"{name}.npz"]
+    for file in names:
+        if (folder / file).is_file():
+            return _as_named(from_npz(folder / file, name), folder / file)
+    before = set(folder.rglob("*")) | ({folder} if folder.exists() else set())
+    try:
+        return _as_named(_through_pyg(name, folder), folder)
+    except OSError as error:
+        for made in sorted({folder, *folder.rglob("*")} - before, reverse=True):
+            if made.is_dir() and not any(made.iterdir()):
+                made.rmdir()
+        wanted = " nor ".join(names)
+        raise OSError(
+            f"{folder} holds neither {wanted}, and what PyG reads could not be downloaded: {error}"
+        ) from error
+
+
+def _as_named(data: NodeData, path: str | Path) -> NodeData:
+    found = (data.graph.t, data.x.shape[1], data.classes)
+    known = _SIZES.get(data.name, found)
+    if found != known:
+        what = "{} nodes, {} features and {} classes"
+        raise ValueError(
+            f"{path} is not {data.name}: it has {what.format(*found)}, {data.name} has {what.format(*known)}"
+        )
+    return data
 
 
 def from_npz(path: str | Path, name: str | None = None) -> NodeData:

@@ -278,13 +278,33 @@ class NodeClassifier(nn.Module):
         finally:
             self.train(training)
 
+    def _check(self, x: Any, graph: Any, edge_features: Tensor | None, pairs: Any) -> None:
+        if x.shape[-1] != self.features:
+            raise ValueError(f"x has {x.shape[-1]} features, this model was built for {self.features}")
+        for name, given in (("graph", graph), ("pairs", pairs)):
+            if given is None and name == "pairs":
+                continue
+            if not isinstance(given, Graph):
+                raise TypeError(
+                    f"{name} must be a Graph, got {type(given).__name__}: graphattn.from_edge_index(edge_index, n) makes one"
+                )
+            if not given.t == given.s == x.shape[-2]:
+                raise ValueError(f"x has {x.shape[-2]} nodes, but {name} is {given!r}: both must be of the same nodes")
+        layers: Any = self.layers
+        weight = layers[0].head.value.weight
+        if isinstance(x, Tensor) and x.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
+            raise TypeError(f"x is {x.dtype}, the model {weight.dtype}: x.to({weight.dtype}) or model.to({x.dtype})")
+        if edge_features is not None and layers[0].edges is None:
+            raise ValueError(
+                "edge_features were given, but the model was built without edge_dim: pass edge_dim=D to it"
+            )
+
     def _rounds(
         self, x: Any, graph: Graph, edge_features: Tensor | None, options: dict[str, Any], pairs: Graph | None = None
     ) -> Any:
         """For each layer, what it takes, what it gives, and the scores of pairs (None without them)."""
         layers: Any = self.layers
-        if x.shape[-1] != self.features:
-            raise ValueError(f"x has {x.shape[-1]} features, this model was built for {self.features}")
+        self._check(x, graph, edge_features, pairs)
         if self.block == "transformer":
             x = drop(F.gelu(self.enter(x)), self.dropout, self.training)
         for n, layer in enumerate(layers):
@@ -299,13 +319,24 @@ class NodeClassifier(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Classifiers trained apart, asked together: the log of the mean of their class probabilities."""
+    """Classifiers trained apart, asked together: the log of the mean of their class probabilities.
+
+    Train each as you like, then `Ensemble([a, b, c])`; `graphattn.node_train.fit` with `Recipe(members=3)` does both.
+
+    Raises:
+        ValueError: no members, or other numbers of classes.  TypeError: members that are no `NodeClassifier`.
+    """
 
     def __init__(self, members: Iterable[NodeClassifier]) -> None:
         super().__init__()
-        self.members = nn.ModuleList(members)
-        if not len(self.members):
+        made = [members] if isinstance(members, nn.Module) else list(members)
+        if not made:
             raise ValueError("an ensemble needs at least one member")
+        if not all(isinstance(m, NodeClassifier) for m in made):
+            raise TypeError(f"members must be NodeClassifiers, got {', '.join(type(m).__name__ for m in made)}")
+        if len({m.classes for m in made}) > 1:
+            raise ValueError(f"members must agree on the classes, got {[m.classes for m in made]}")
+        self.members = nn.ModuleList(made)
 
     def forward(self, x: Features, graph: Graph, edge_features: Tensor | None = None, **options: Any) -> Tensor:
         """As `NodeClassifier`, without pairs."""

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 
-def read_runs(file: Path, recipe: dict[str, Any], defaults: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """The runs kept in a JSON file, none if it is not there; ValueError if they are of another recipe.
+def read_runs(
+    file: Path, recipe: dict[str, Any], defaults: dict[str, Any] | None = None, data: list[int] | None = None
+) -> dict[str, dict[str, Any]]:
+    """The runs kept in a JSON file, none if it is not there; ValueError if they are of another recipe or other data.
 
-    An option newer than the file had its default then.
+    An option newer than the file had its default then.  data: sizes that tell one set from another.
     """
     if not file.exists():
         return {}
@@ -19,7 +21,12 @@ def read_runs(file: Path, recipe: dict[str, Any], defaults: dict[str, Any] | Non
     was = (defaults or {}) | kept["recipe"]
     if was != recipe:
         differ = sorted(k for k in recipe | was if was.get(k) != recipe.get(k))
-        raise ValueError(f"{file} holds runs of a recipe with another {', '.join(differ)}: use another folder")
+        told = ", ".join(f"{k} ({was.get(k)} there, {recipe.get(k)} here)" for k in differ)
+        raise ValueError(f"{file} holds runs of a recipe with another {told}: use another folder (--out)")
+    if data is not None and kept.get("data", data) != data:
+        raise ValueError(
+            f"{file} holds runs on other data, of sizes {kept['data']} not {data}: use another folder (--out)"
+        )
     return kept["runs"]
 
 

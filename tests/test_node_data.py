@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import graphattn as ga
+from graphattn import node_data
 from graphattn.features import SparseFeatures
 from graphattn.node_data import DATASETS, from_npz, from_pyg_data, load_nodes, read_planetoid
 
@@ -108,7 +109,7 @@ def test_planetoid_pickles_that_name_code_are_refused(tmp_path):
     assert not flag.exists()
 
 
-def test_poisoned_processed_file_is_never_opened(tmp_path):
+def test_poisoned_processed_file_is_never_opened(tmp_path, monkeypatch):
     """PyG's own classes unpickle processed files; ours goes by the raw ones."""
     pytest.importorskip("torch_geometric")
     raw, processed = tmp_path / "minesweeper" / "raw", tmp_path / "minesweeper" / "processed"
@@ -122,8 +123,40 @@ def test_poisoned_processed_file_is_never_opened(tmp_path):
         raw / "minesweeper.npz", node_features=np.ones((4, 2), np.float32), node_labels=np.array([0, 1, 1, 0]),
         edges=np.array([[0, 1], [2, 1]]), train_masks=masks, val_masks=masks, test_masks=masks,
     )  # fmt: skip
+    monkeypatch.setitem(node_data._SIZES, "minesweeper", (4, 2, 2))
     assert load_nodes("minesweeper", tmp_path).graph.num_edges == 4
     assert not flag.exists()
+
+
+def test_a_name_stands_for_one_set(tmp_path):
+    file = planetoid_like(tmp_path / "cora.npz")
+    for path in (file, tmp_path):
+        with pytest.raises(ValueError, match="is not cora: it has 5 nodes, 3 features and 3 classes, cora has 2708"):
+            load_nodes("cora", path)
+    # any other name, or the file alone, whose case is kept
+    mixed = planetoid_like(tmp_path / "MyPapers.npz")
+    assert load_nodes("papers", mixed).name == "papers"
+    assert load_nodes(str(mixed)).name == "mypapers" and load_nodes(str(mixed)).graph.t == 5
+    with pytest.raises(FileNotFoundError, match="Absent.npz"):
+        load_nodes(str(tmp_path / "Absent.npz"))
+
+
+def test_a_wrong_path_leaves_nothing_behind(tmp_path, monkeypatch):
+    (tmp_path / "notes.txt").write_text("no data")
+    with pytest.raises(ValueError, match="neither a folder nor an .npz"):
+        load_nodes("cora", tmp_path / "notes.txt")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        load_nodes("cora", tmp_path / "a" / "b")
+
+    def offline(name, root):
+        (root / "Cora" / "raw").mkdir(parents=True)
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(node_data, "_through_pyg", offline)
+    for folder in (tmp_path, tmp_path / "new"):
+        with pytest.raises(OSError, match="neither planetoid_cora.npz nor cora.npz.*no route to host"):
+            load_nodes("cora", folder)
+    assert [p.name for p in tmp_path.rglob("*")] == ["notes.txt"]
 
 
 def test_from_pyg_data():

@@ -317,7 +317,7 @@ def test_what_is_refused():
         NodeClassifier(7, 3, teleport=1.0)
     with pytest.raises(ValueError, match="multiple of the number of heads"):
         GraphBlock(10, 3)
-    with pytest.raises(ValueError, match="q has 4 rows"):
+    with pytest.raises(ValueError, match="x has 4 nodes, but graph is"):
         NodeClassifier(7, 3)(torch.randn(4, 7), ga.full(5))
 
 
@@ -568,10 +568,62 @@ def test_summary_says_mean_and_deviation(tmp_path, capsys):
 def test_nodes_refuses(tmp_path):
     with pytest.raises(ValueError, match="recipe 'other' is not known"):
         nodes("karate", recipe="other", out=str(tmp_path), quiet=True)
-    with pytest.raises(ValueError, match="has 1 splits"):
+    with pytest.raises(ValueError, match=r"has 1 split\(s\), got splits=2"):
         nodes("karate", splits=2, out=str(tmp_path), quiet=True)
     with pytest.raises(ValueError, match="seeds must be"):
         nodes("karate", seeds=0, out=str(tmp_path), quiet=True)
+    with pytest.raises(ValueError, match="first_seed must be at least 0, got -1"):
+        nodes("karate", first_seed=-1, out=str(tmp_path), quiet=True)
+    with pytest.raises(ValueError, match="backend 'fast' is not known"):
+        nodes("karate", backend="fast", out=str(tmp_path), quiet=True)
+
+
+def test_kept_runs_are_of_the_same_data_and_said_to_be_kept(tmp_path, capsys, monkeypatch):
+    options = dict(seeds=1, epochs=2, out=str(tmp_path), pictures=False)
+    nodes("karate", **options)
+    assert "(kept)" not in capsys.readouterr().out
+    nodes("karate", **options)
+    assert "(kept)" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"another epochs \(2 there, 3 here\): use another folder \(--out\)"):
+        nodes("karate", **options | {"epochs": 3})
+    file = tmp_path / "karate-published.json"
+    kept = json.loads(file.read_text())
+    file.write_text(json.dumps(kept | {"data": [35, *kept["data"][1:]]}))
+    with pytest.raises(ValueError, match="holds runs on other data"):
+        nodes("karate", **options)
+    del kept["data"]  # a file older than this check
+    file.write_text(json.dumps(kept))
+    nodes("karate", **options)
+
+    def stopped(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(node_train, "fit", stopped)
+    capsys.readouterr()
+    with pytest.raises(KeyboardInterrupt):
+        nodes("karate", **options | {"seeds": 2})
+    assert f"1 finished run kept in {file}: the same command goes on" in capsys.readouterr().out
+
+
+def test_mistakes_are_named_in_the_callers_words():
+    model, graph, x = NodeClassifier(7, 3), random_graph(9, 20), torch.randn(9, 7)
+    index = ga.to_edge_index(graph)
+    for call, kind, what in (
+        (lambda: model(x, index), TypeError, "graph must be a Graph, got Tensor: graphattn.from_edge_index"),
+        (lambda: model(x, graph, pairs=index), TypeError, "pairs must be a Graph, got Tensor"),
+        (lambda: model(x, graph, pairs=ga.causal(5)), ValueError, "x has 9 nodes, but pairs is"),
+        (lambda: model(x[:4], graph), ValueError, "x has 4 nodes, but graph is"),
+        (lambda: model(x.double(), graph), TypeError, "x is torch.float64, the model torch.float32"),
+        (lambda: model(x, graph, torch.randn(graph.num_edges, 2)), ValueError, "built without edge_dim"),
+        (lambda: NodeClassifier(7, 3, tied=True), ValueError, "tied belongs to the dot score, not to additive"),
+        (lambda: Ensemble([model, 3]), TypeError, "must be NodeClassifiers, got NodeClassifier, int"),
+        (lambda: Ensemble([model, NodeClassifier(7, 4)]), ValueError, r"agree on the classes, got \[3, 4\]"),
+    ):
+        with pytest.raises(kind, match=what):
+            call()
+    assert len(Ensemble(model).members) == 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x.bfloat16(), graph)
 
 
 @pytest.mark.parametrize("block", ["gat", "transformer"])

@@ -138,6 +138,7 @@ def make_call(
     if not isinstance(graph, Graph):
         raise TypeError(
             f"graph must be a Graph, got {type(graph).__name__}: build one with graphattn.causal(t), "
+            "graphattn.from_edge_index(edge_index, n), "
             "graphattn.from_mask(mask) or another pattern or converter"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
