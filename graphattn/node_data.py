@@ -104,17 +104,26 @@ def load_nodes(name: str, path: str | Path | None = None) -> NodeData:
     for file in names:
         if (folder / file).is_file():
             return _as_named(from_npz(folder / file, name), folder / file)
-    before = set(folder.rglob("*")) | ({folder} if folder.exists() else set())
+    before = set(folder.iterdir()) if folder.exists() else None
     try:
         return _as_named(_through_pyg(name, folder), folder)
     except OSError as error:
-        for made in sorted({folder, *folder.rglob("*")} - before, reverse=True):
-            if made.is_dir() and not any(made.iterdir()):
-                made.rmdir()
+        _tidy(folder, before)
         wanted = " nor ".join(names)
         raise OSError(
             f"{folder} holds neither {wanted}, and what PyG reads could not be downloaded: {error}"
         ) from error
+
+
+def _tidy(folder: Path, before: set[Path] | None) -> None:
+    """Remove the empty folders that a download made and did not fill; before: what was there, None for no folder."""
+    if not folder.exists():
+        return
+    new = [path for path in folder.iterdir() if before is None or path not in before]
+    made = [path for entry in new for path in (entry, *entry.rglob("*"))]
+    for path in sorted(made + [folder] * (before is None), reverse=True):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
 
 
 def _as_named(data: NodeData, path: str | Path) -> NodeData:
