@@ -135,6 +135,10 @@ class Head(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Attention weights per edge, `(..., heads, E)` in edge order (see `graphattn.weights`); never dropped."""
         queries, keys, _ = self.project(x, context, positions=positions, key_positions=key_positions)
+        return self.projected_weights(queries, keys, graph, **options)
+
+    def projected_weights(self, queries: Tensor, keys: Tensor, graph: Graph, **options: Any) -> Tensor:
+        """`weights` of already projected queries and keys."""
         if isinstance(graph, Graph) and graph.lead and queries.dim() == 3:
             queries, keys = queries[None], keys[None]
         return backends.weights(queries, keys, graph, score=self._score(), **options)

@@ -53,6 +53,26 @@ def test_pictures_of_a_model(tmp_path: Path) -> None:
     assert to_html(graphs, weights, "To be").count("weight") > 2
 
 
+@pytest.mark.parametrize("options", [{}, {"score": "gatv2"}, {"block": "transformer"}, {"edge_dim": 2}])
+def test_layers_that_project_and_attend_in_two_steps(options: dict) -> None:
+    """Graph layers, PyG's too, call no head as a module."""
+    torch.manual_seed(0)
+    graph = ga.from_mask(torch.rand(9, 9) < 0.4) | ga.self_loops(9)
+    model = ga.NodeClassifier(5, 3, heads=2, head_dim=4, **options).train()
+    x = torch.randn(9, 5)
+    e = torch.randn(graph.num_edges, 2) if "edge_dim" in options else None
+    graphs, weights = attention_of(model, x, graph, e)
+    assert graphs == [graph, graph] and model.training
+    for got, wanted in zip(weights, model.weights(x, graph, e), strict=True):
+        torch.testing.assert_close(got, wanted.detach())
+    assert not any("attend" in vars(m) for m in model.modules())
+    conv = ga.GraphAttentionConv(5, 4, 2).eval()
+    index = ga.to_edge_index(graph)
+    _, weights = attention_of(conv, x, index)
+    _, (_, wanted) = conv(x, index, return_attention_weights=True)
+    torch.testing.assert_close(weights[0].T[ga.edge_ids(graph, index)], wanted.detach())
+
+
 def test_a_model_without_heads_says_so() -> None:
     with pytest.raises(ValueError, match="Linear called no graphattn.Head"):
         attention_of(nn.Linear(2, 2), torch.ones(2))

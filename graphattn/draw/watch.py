@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from graphattn.graph import Graph
 from graphattn.head import Head
 
 # what shapes the weights; the rest of a head's options (seed, backend, edge_value) does not
-_SHAPING = ("context", "positions", "key_positions", "scale", "bias", "softcap", "edge_key")
+_SHAPING = ("scale", "bias", "softcap", "edge_key")
 
 
 def attention_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[list[Graph], list[Tensor]]:
@@ -30,23 +31,29 @@ def attention_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[list[Grap
     graphs: list[Graph] = []
     weights: list[Tensor] = []
 
-    def look(head: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
-        assert isinstance(head, Head)
-        named = dict(zip(("x", "graph", "context"), given, strict=False)) | options
-        x, graph = named["x"], named["graph"]
-        shaping = {k: named[k] for k in _SHAPING if named.get(k) is not None}
-        graphs.append(graph.to("cpu"))
-        weights.append(head.weights(x, graph, **shaping).detach().to("cpu"))
+    def watched(head: Head) -> Callable[..., Tensor]:
+        attend = head.attend
 
-    hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules() if isinstance(m, Head)]
+        def look(queries: Tensor, keys: Tensor, values: Tensor, graph: Graph, **options: Any) -> Tensor:
+            shaping = {k: options[k] for k in _SHAPING if options.get(k) is not None}
+            graphs.append(graph.to("cpu"))
+            weights.append(head.projected_weights(queries, keys, graph, **shaping).detach().to("cpu"))
+            return attend(queries, keys, values, graph, **options)
+
+        return look
+
+    # not a hook of the module's call: layers also project and attend in two steps
+    heads = [m for m in model.modules() if isinstance(m, Head)]
+    for head in heads:
+        head.attend = watched(head)  # type: ignore[method-assign]
     modes = {m: m.training for m in model.modules()}
     try:
         model.eval()
         with torch.no_grad():
             model(*args, **kwargs)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for head in heads:
+            del head.attend
         for module, mode in modes.items():
             module.training = mode
     if not graphs:
