@@ -17,24 +17,33 @@ from .nodes import Ensemble, NodeClassifier
 _FEW = 60  # a graph of at most so many nodes is drawn whole
 
 
-def picture_files(data: NodeData, folder: Path) -> list[Path]:
+def picture_files(folder: Path, stem: str) -> list[Path]:
     """Where `save_pictures` writes."""
-    return [folder / f"{data.name}-neighbourhood.png", folder / f"{data.name}-confusion.png"]
+    return [folder / f"{stem}-neighbourhood.png", folder / f"{stem}-confusion.png"]
 
 
 def save_pictures(
-    model: NodeClassifier | Ensemble, data: NodeData, x: Tensor | SparseFeatures, graph: Graph, split: int, folder: Path
+    model: NodeClassifier | Ensemble,
+    data: NodeData,
+    x: Tensor | SparseFeatures,
+    graph: Graph,
+    split: int,
+    folder: Path,
+    stem: str,
 ) -> list[Path]:
-    """Write a neighbourhood and a confusion matrix; x and graph as the model was trained on them."""
+    """Write a neighbourhood and a confusion matrix; x and graph as the model was trained on them.
+
+    stem: begins the names of the files and their titles: data, recipe and seed.
+    """
     model.eval()
     with torch.no_grad():
         guess = model(x, graph).argmax(-1)
     test = data.test[split]
     folder.mkdir(parents=True, exist_ok=True)
-    files = picture_files(data, folder)
-    figure = neighbourhood(model, data, x, graph, centre(data, graph, guess, test), guess)
+    files = picture_files(folder, stem)
+    figure = neighbourhood(model, data, x, graph, centre(data, graph, guess, test), guess, stem)
     figure.savefig(files[0], dpi=150)
-    confusion(data.y[test], guess[test], data.classes, data.name).savefig(files[1], dpi=150)
+    confusion(data.y[test], guess[test], data.classes, stem).savefig(files[1], dpi=150)
     return files
 
 
@@ -47,7 +56,13 @@ def centre(data: NodeData, graph: Graph, guess: Tensor, test: Tensor) -> int:
 
 
 def neighbourhood(
-    model: NodeClassifier | Ensemble, data: NodeData, x: Tensor | SparseFeatures, graph: Graph, node: int, guess: Tensor
+    model: NodeClassifier | Ensemble,
+    data: NodeData,
+    x: Tensor | SparseFeatures,
+    graph: Graph,
+    node: int,
+    guess: Tensor,
+    name: str | None = None,
 ) -> Any:
     """A figure of the node, those it reads and the edges among them, by the first layer's weight, mean over heads.
 
@@ -75,7 +90,7 @@ def neighbourhood(
         names.append(f"{n}: {int(guess[n])}{wrong}")
     layout = _spread(nx.Graph(list(zip(source.tolist(), target.tolist(), strict=True))), part.t)
     whom, lit = ("each member", None) if graph.t <= _FEW else (f"node {node}", int((near == node).nonzero()))
-    title = f"{data.name}: whom {whom} reads\nnode: predicted class (true one, if wrong)"
+    title = f"{name or data.name}: whom {whom} reads\nnode: predicted class (true one, if wrong)"
     ax = _draw(  # type: ignore[operator]
         part, weights[at], layout=layout, labels=names, highlight=lit, title=title,
         measure="attention weight, first layer, mean of heads",

@@ -416,12 +416,13 @@ def nodes(
     if pictures:
         from .node_pictures import picture_files, save_pictures
 
-        summary.pictures = picture_files(data, Path(out))
+        stem = f"{file.stem}-seed{first_seed}"
+        summary.pictures = picture_files(Path(out), stem)
         if first is None and not all(file.exists() for file in summary.pictures):
             first = fit(data, chosen, seed=pairs[0][1], split=pairs[0][0], backend=backend, progress=not quiet)
         if first is not None:
             x, graph = prepare(data, chosen)
-            save_pictures(first.model, data, x, graph, pairs[0][0], Path(out))
+            save_pictures(first.model, data, x, graph, pairs[0][0], Path(out), stem)
     say(summary)
     return summary
 

@@ -531,7 +531,7 @@ def test_karate_from_one_label_a_side(tmp_path):
     found = nodes("karate", seeds=1, out=str(tmp_path), quiet=True)
     assert found.mean >= 100 * 31 / 32
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "karate-confusion.png", "karate-neighbourhood.png", "karate-published.json",
+        "karate-published-seed0-confusion.png", "karate-published-seed0-neighbourhood.png", "karate-published.json",
     ]  # fmt: skip
     assert all(p.stat().st_size > 20_000 for p in found.pictures)
     made = [p.stat().st_mtime_ns for p in found.pictures]
