@@ -177,14 +177,15 @@ def graphs(
         recipe = replace(recipe, epochs=epochs)
     file = Path(out) / f"{data.name}-{tag}.json"
     kept = json.loads(json.dumps(asdict(recipe)))  # tuples become lists, as in the file
-    found = read_runs(file, kept)
+    sizes = [len(data), sum(g.t for g in data.graphs), sum(g.num_edges for g in data.graphs)]
+    found = read_runs(file, kept, data=sizes)
     say = (lambda *_: None) if quiet else (lambda *words: print(*words, flush=True))
     say(data)
     data = prepare(data, recipe)
     for k in range(first, first + splits):
         if f"split {k}" not in found:
             _, found[f"split {k}"] = fit_graphs(data, recipe, *splits_of(data, k), seed=k, backend=backend)
-            write_runs(file, {"dataset": data.name, "recipe": kept, "runs": found})
+            write_runs(file, {"dataset": data.name, "data": sizes, "recipe": kept, "runs": found})
         r = found[f"split {k}"]
         say(f"split {k}: val {r['val']:.3f}  test {r['test']:.3f}  epoch {r['epoch']}  {r['seconds']:.1f} s")
     runs = [found[f"split {k}"] for k in range(first, first + splits)]

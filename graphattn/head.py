@@ -139,14 +139,12 @@ class Head(nn.Module):
 
     def projected_weights(self, queries: Tensor, keys: Tensor, graph: Graph, **options: Any) -> Tensor:
         """`weights` of already projected queries and keys."""
-        if isinstance(graph, Graph) and graph.lead and queries.dim() == 3:
-            queries, keys = queries[None], keys[None]
+        queries, keys = _lifted(queries, keys, graph)
         return backends.weights(queries, keys, graph, score=self._score(), **options)
 
     def edge_scores(self, queries: Tensor, keys: Tensor, graph: Graph, **options: Any) -> Tensor:
         """Scores before the softmax of already projected queries and keys, `(..., heads, E)`: see `graphattn.edge_scores`."""
-        if isinstance(graph, Graph) and graph.lead and queries.dim() == 3:
-            queries, keys = queries[None], keys[None]
+        queries, keys = _lifted(queries, keys, graph)
         return backends.edge_scores(queries, keys, graph, score=self._score(), **options)
 
     def queries(self, x: Tensor, positions: Tensor | None = None, values: Tensor | None = None) -> Tensor:
@@ -188,6 +186,13 @@ class Head(nn.Module):
     def extra_repr(self) -> str:
         tied = ", tied=True" if self.tied else ""
         return f"dim={self.dim}, head_dim={self.head_dim}, heads={self.heads}, score={self.score!r}{tied}"
+
+
+def _lifted(queries: Tensor, keys: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:
+    """With a batch axis where the graph has one and they don't."""
+    if isinstance(graph, Graph) and graph.lead and queries.dim() == 3:
+        return queries[None], keys[None]
+    return queries, keys
 
 
 def _turn(x: Tensor, positions: Tensor | None) -> Tensor:

@@ -65,8 +65,7 @@ class GATLayer(nn.Module):
 
         With pairs, also the scores of these pairs (without edge features), `(..., heads, P)`.
         """
-        if self.edges is not None:
-            options |= self.edges(edge_features)
+        options |= _edge_options(self.edges, edge_features)
         # the head's projections take sparse features too
         given = cast(Tensor, x)
         queries, keys, values = self.head.project(given)
@@ -126,8 +125,7 @@ class GraphBlock(nn.Module):
         **options: Any,
     ) -> Any:  # fmt: skip
         """`(..., N, dim)` to the same; edge_features `(E, edge_dim)` in edge order; pairs as in `GATLayer`."""
-        if self.edges is not None:
-            options |= self.edges(edge_features)
+        options |= _edge_options(self.edges, edge_features)
         queries, keys, values = self.head.project(self.attention_norm(x))
         read = self.head.attend(queries, keys, values, graph, **options)
         heard = self.out(read)
@@ -270,7 +268,7 @@ class NodeClassifier(nn.Module):
             found = []
             layers: Any = self.layers
             for layer, (given, *_) in zip(layers, self._rounds(x, graph, edge_features, {}), strict=True):
-                edges = {} if layer.edges is None else layer.edges(edge_features)
+                edges = _edge_options(layer.edges, edge_features)
                 edges.pop("edge_value", None)
                 read = given if self.block == "gat" else layer.attention_norm(given)
                 found.append(layer.head.weights(read, graph, **edges))
@@ -278,7 +276,7 @@ class NodeClassifier(nn.Module):
         finally:
             self.train(training)
 
-    def _check(self, x: Any, graph: Any, edge_features: Tensor | None, pairs: Any) -> None:
+    def _check(self, x: Any, graph: Any, pairs: Any) -> None:
         if x.shape[-1] != self.features:
             raise ValueError(f"x has {x.shape[-1]} features, this model was built for {self.features}")
         for name, given in (("graph", graph), ("pairs", pairs)):
@@ -290,21 +288,17 @@ class NodeClassifier(nn.Module):
                 )
             if not given.t == given.s == x.shape[-2]:
                 raise ValueError(f"x has {x.shape[-2]} nodes, but {name} is {given!r}: both must be of the same nodes")
-        layers: Any = self.layers
-        weight = layers[0].head.value.weight
+        first: Any = self.layers[0]
+        weight = first.head.value.weight
         if isinstance(x, Tensor) and x.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
             raise TypeError(f"x is {x.dtype}, the model {weight.dtype}: x.to({weight.dtype}) or model.to({x.dtype})")
-        if edge_features is not None and layers[0].edges is None:
-            raise ValueError(
-                "edge_features were given, but the model was built without edge_dim: pass edge_dim=D to it"
-            )
 
     def _rounds(
         self, x: Any, graph: Graph, edge_features: Tensor | None, options: dict[str, Any], pairs: Graph | None = None
     ) -> Any:
         """For each layer, what it takes, what it gives, and the scores of pairs (None without them)."""
         layers: Any = self.layers
-        self._check(x, graph, edge_features, pairs)
+        self._check(x, graph, pairs)
         if self.block == "transformer":
             x = drop(F.gelu(self.enter(x)), self.dropout, self.training)
         for n, layer in enumerate(layers):
@@ -352,6 +346,15 @@ class Ensemble(nn.Module):
         members: Any = self.members
         found = [m.weights(x, graph, edge_features) for m in members]
         return [torch.stack(layer).mean(0) for layer in zip(*found, strict=True)]
+
+
+def _edge_options(edges: EdgeFeatures | None, edge_features: Tensor | None) -> dict[str, Tensor]:
+    """Options of `attend` for a layer's edge features; none for a layer without them."""
+    if edges is not None:
+        return edges(edge_features)
+    if edge_features is not None:
+        raise ValueError("edge_features were given, but the model was built without edge_dim: pass edge_dim=D to it")
+    return {}
 
 
 def later(options: dict[str, Any], n: int, stride: int = 0xD1B54A32D192ED03) -> dict[str, Any]:

@@ -621,6 +621,9 @@ def test_mistakes_are_named_in_the_callers_words():
     ):
         with pytest.raises(kind, match=what):
             call()
+    for layer in (GATLayer(7, 4, 2), GraphBlock(7, 1)):
+        with pytest.raises(ValueError, match="built without edge_dim"):
+            layer(x, graph, torch.randn(graph.num_edges, 2))
     assert len(Ensemble(model).members) == 1
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(x.bfloat16(), graph)

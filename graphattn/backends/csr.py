@@ -79,8 +79,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         b, h = divmod(n, call.heads)
         lead = (b if bg > 1 else 0) * hg + (h if hg > 1 else 0)
         pattern, first = _pattern(call, lead)
-        s = _Sddmm.apply(pattern, one_q, one_k) * call.scale
-        s = _adjust(call, s, b, h, lead, slice(first, first + s.numel()))
+        s = _scored(call, pattern, one_q, one_k, b, h, lead, first)
         p, lse = _Softmax.apply(pattern, s)
         if call.dropout:
             p = p * _kept(call, pattern, b, h) / (1 - call.dropout)
@@ -95,8 +94,8 @@ def scores(call: Call) -> Tensor:
     q, k = call.q.to(call.wide), call.expanded_kv()[0].to(call.wide)
     pattern, _ = _pattern(call, 0)
     found = [
-        _adjust(call, _Sddmm.apply(pattern, a, b) * call.scale, n // call.heads, n % call.heads, 0, slice(None))
-        for n, (a, b) in enumerate(zip(_each(q), _each(k), strict=True))
+        _scored(call, pattern, one_q, one_k, *divmod(n, call.heads), 0, 0)
+        for n, (one_q, one_k) in enumerate(zip(_each(q), _each(k), strict=True))
     ]
     return torch.stack(found).view(call.batch, call.heads, pattern.col.numel())
 
@@ -104,6 +103,11 @@ def scores(call: Call) -> Tensor:
 def _each(x: Tensor) -> list[Tensor]:
     """Batch and head indices one by one; indexing would fill a gradient of all of x for each of them."""
     return [y for sample in x.unbind(0) for y in sample.unbind(0)]
+
+
+def _scored(call: Call, pattern: _Pattern, q: Tensor, k: Tensor, b: int, h: int, lead: int, first: int) -> Tensor:
+    s = _Sddmm.apply(pattern, q, k) * call.scale
+    return _adjust(call, s, b, h, lead, slice(first, first + s.numel()))
 
 
 def _adjust(call: Call, s: Tensor, b: int, h: int, lead: int, edges: slice) -> Tensor:
